@@ -1,0 +1,317 @@
+"""The settings of one cell: frozen, typed, and checked before any work starts.
+
+`conf/` holds the values and says what each is for; the dataclasses here hold types and ranges.
+`Settings.from_tree` turns a composed configuration into them, or raises one `SettingsError` that
+names every wrong key together with what it takes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class SettingsError(ValueError):
+    """One or more settings are wrong; the message has a line for each."""
+
+
+@dataclass(frozen=True)
+class _Check:
+    """A range: `test` of the value, and `takes`, the words that say what it accepts."""
+
+    test: Callable[[Any], bool]
+    takes: str
+
+
+def _one_of(*names: str) -> Any:
+    return field(metadata={"check": _Check(lambda v: v in names, "one of " + ", ".join(names))})
+
+
+def _number(takes: str, test: Callable[[Any], bool]) -> Any:
+    return field(metadata={"check": _Check(lambda v: math.isfinite(v) and test(v), takes)})
+
+
+def _at_least(low: float) -> Any:
+    return _number(f"a number >= {low:g}", lambda v: v >= low)
+
+
+def _positive() -> Any:
+    return _number("a number > 0", lambda v: v > 0)
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How the one vLLM server of a sweep is started, or where it is."""
+
+    kind: str = _one_of("cpu", "gpu", "remote")
+    plugin: bool
+    dtype: str = _one_of("bfloat16", "float16", "float32")
+    max_model_len: int = _at_least(16)
+    max_num_seqs: int = _at_least(1)
+    max_num_batched_tokens: int = _at_least(16)
+    images_per_request: int = _at_least(0)
+    prefix_caching: bool
+    block_size: int | None = _at_least(1)
+    enforce_eager: bool
+    tensor_parallel_size: int = _at_least(1)
+    memory_fraction: float | None = _number("a number in (0, 1], or null", lambda v: 0 < v <= 1)
+    kv_cache_gib: float | None = _positive()
+    seed: int = _at_least(0)
+    url: str | None
+    api_key_env: str | None
+    start_timeout_s: float = _positive()
+    stop_timeout_s: float = _positive()
+    extra_args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Which checkpoint is served."""
+
+    name: str
+    path: str | None
+
+
+@dataclass(frozen=True)
+class WorkloadSettings:
+    """What is asked."""
+
+    name: str
+    format: str = _one_of("ocrbench")
+    path: str | None
+    samples: int = _at_least(1)
+    images_per_request: int = _at_least(1)
+    seed: int = _at_least(0)
+    max_tokens: int = _at_least(1)
+    ignore_eos: bool
+    temperature: float = _at_least(0)
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """When it is asked."""
+
+    arrival: str = _one_of("poisson", "gamma", "constant", "closed")
+    qps: float | None = _positive()
+    burstiness: float = _positive()
+    concurrency: int | None = _at_least(1)
+    requests: int = _at_least(1)
+    warmup_requests: int = _at_least(0)
+    seed: int = _at_least(0)
+    request_timeout_s: float = _positive()
+    caches: str = _one_of("cold", "warm")
+
+
+@dataclass(frozen=True)
+class VisionSettings:
+    """The prefill lever."""
+
+    retain_ratio: float = _number("a number in (0, 1]", lambda v: 0 < v <= 1)
+    min_tokens_per_image: int = _at_least(0)
+    layer: int
+
+
+@dataclass(frozen=True)
+class RoutingSettings:
+    """The decode lever."""
+
+    policy: str = _one_of("off", "topk", "sere")
+    primary_experts: int | None = _at_least(1)
+    similarity_threshold: float = _number("a number in [0, 1]", lambda v: 0 <= v <= 1)
+    renormalize: bool
+    similarity_path: str | None
+    protection_path: str | None
+
+
+@dataclass(frozen=True)
+class ReportSettings:
+    """How results are shown."""
+
+    title: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All settings of one cell, one attribute for each group of `conf/`."""
+
+    engine: EngineSettings
+    model: ModelSettings
+    workload: WorkloadSettings
+    load: LoadSettings
+    vision: VisionSettings
+    routing: RoutingSettings
+    report: ReportSettings
+
+    @classmethod
+    def from_tree(cls, tree: Mapping[str, Any]) -> Settings:
+        """Build from nested plain mappings, as `OmegaConf.to_container` gives them.
+
+        Raises:
+            SettingsError: a key is unknown or missing, a type is wrong, a value is out of range, or
+                settings contradict each other. All findings are listed, each with its key.
+        """
+        findings: list[str] = []
+        groups: dict[str, Any] = {}
+        types_ = typing.get_type_hints(cls)
+        _report_strangers("", tree, list(types_), findings)
+        for name, group_type in types_.items():
+            if isinstance(tree.get(name), Mapping):
+                groups[name] = _build(name, group_type, tree[name], findings)
+            else:
+                findings.append(f"{name}: missing; expected a group of settings")
+        if findings:
+            raise SettingsError("\n".join(findings))
+        settings = cls(**groups)
+        findings = list(_contradictions(settings))
+        if findings:
+            raise SettingsError("\n".join(findings))
+        return settings
+
+    def to_tree(self) -> dict[str, Any]:
+        """The same as nested plain dictionaries and lists, ready for JSON."""
+        return dataclasses.asdict(self)
+
+
+def _build(prefix: str, cls: type, tree: Mapping[str, Any], findings: list[str]) -> Any:
+    hints = typing.get_type_hints(cls)
+    _report_strangers(prefix + ".", tree, list(hints), findings)
+    values: dict[str, Any] = {}
+    for f in dataclasses.fields(cls):
+        key = f"{prefix}.{f.name}"
+        check: _Check | None = f.metadata.get("check")
+        if f.name not in tree:
+            findings.append(f"{key}: missing")
+            continue
+        value = tree[f.name]
+        kind, optional = _unwrap(hints[f.name])
+        words = (check.takes if check else _KIND_WORDS[kind]) + (
+            ", or null" if optional and not (check and "null" in check.takes) else ""
+        )
+        if value is None and optional:
+            values[f.name] = None
+            continue
+        converted = _convert(kind, value)
+        if converted is None:
+            if kind is int and check and "number" in words:
+                words = words.replace("a number", "a whole number")
+            findings.append(f"{key}={value!r}: takes {words}")
+        elif check and not check.test(converted):
+            findings.append(f"{key}={value!r}: takes {words}")
+        else:
+            values[f.name] = converted
+    return cls(**values) if len(values) == len(hints) else None
+
+
+_KIND_WORDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    tuple: "a list of texts",
+}
+
+
+def _unwrap(hint: Any) -> tuple[type, bool]:
+    """`int | None` → (int, True); `tuple[str, ...]` → (tuple, False)."""
+    optional = False
+    if isinstance(hint, types.UnionType):
+        optional = type(None) in hint.__args__
+        hint = next(a for a in hint.__args__ if a is not type(None))
+    return typing.get_origin(hint) or hint, optional
+
+
+def _convert(kind: type, value: Any) -> Any:
+    """The value as `kind`, or `None` if it is not one. No silent narrowing: 2.5 is not an int."""
+    if kind is bool:
+        return value if isinstance(value, bool) else None
+    if kind is int:
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+    if kind is float:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return float(value) if is_number else None
+    if kind is str:
+        # YAML reads a bare `off` as false; where text is expected the word was meant.
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        if isinstance(value, int | float):
+            return str(value)
+        return value if isinstance(value, str) and value else None
+    if kind is tuple:
+        is_list = isinstance(value, list | tuple) and all(isinstance(v, str) for v in value)
+        return tuple(value) if is_list else None
+    raise TypeError(f"no conversion to {kind}")
+
+
+def _report_strangers(
+    prefix: str, tree: Mapping[str, Any], known: list[str], findings: list[str]
+) -> None:
+    for name in tree:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else "known: " + ", ".join(known)
+            findings.append(f"{prefix}{name}: no such setting; {hint}")
+
+
+def _contradictions(s: Settings) -> typing.Iterator[str]:
+    """Settings that are each valid, but not together."""
+    if s.load.arrival == "closed":
+        if s.load.concurrency is None:
+            yield "load.concurrency=None: load.arrival=closed takes a whole number >= 1"
+        if s.load.qps is not None:
+            yield f"load.qps={s.load.qps!r}: load.arrival=closed has no rate; takes null"
+    else:
+        if s.load.qps is None:
+            yield f"load.qps=None: load.arrival={s.load.arrival} takes a number > 0"
+        if s.load.concurrency is not None:
+            yield (
+                f"load.concurrency={s.load.concurrency!r}: only load.arrival=closed limits it; "
+                "takes null"
+            )
+    e = s.engine
+    if e.kind == "remote":
+        if e.url is None:
+            yield "engine.url=None: engine=remote takes the base URL of a running server"
+    elif e.url is not None:
+        yield f"engine.url={e.url!r}: only engine=remote has one; takes null"
+    if e.kind != "gpu" and e.memory_fraction is not None:
+        yield f"engine.memory_fraction={e.memory_fraction!r}: only engine=gpu has one; takes null"
+    if e.kind == "gpu" and e.memory_fraction is None:
+        yield "engine.memory_fraction=None: engine=gpu takes a number in (0, 1]"
+    if e.kind != "cpu" and e.kv_cache_gib is not None:
+        yield f"engine.kv_cache_gib={e.kv_cache_gib!r}: only engine=cpu has one; takes null"
+    if e.kind == "cpu" and e.kv_cache_gib is None:
+        yield "engine.kv_cache_gib=None: engine=cpu takes a number > 0"
+    if e.kind == "cpu" and e.block_size is not None and e.block_size % 32:
+        yield f"engine.block_size={e.block_size!r}: engine=cpu takes a multiple of 32, or null"
+    if e.max_num_batched_tokens < e.max_num_seqs:
+        yield (
+            f"engine.max_num_batched_tokens={e.max_num_batched_tokens}: takes a whole number >= "
+            f"engine.max_num_seqs ({e.max_num_seqs})"
+        )
+    if s.workload.max_tokens >= e.max_model_len:
+        yield (
+            f"workload.max_tokens={s.workload.max_tokens}: takes a whole number < "
+            f"engine.max_model_len ({e.max_model_len})"
+        )
+    if s.workload.path is None and s.workload.images_per_request > e.images_per_request:
+        yield (
+            f"workload.images_per_request={s.workload.images_per_request}: takes a whole number <= "
+            f"engine.images_per_request ({e.images_per_request})"
+        )
+    if not e.plugin:
+        if s.vision.retain_ratio < 1:
+            yield (
+                f"vision.retain_ratio={s.vision.retain_ratio}: needs the plugin inside the engine; "
+                "set engine.plugin=true, or take 1.0"
+            )
+        if s.routing.policy != "off" and s.routing.primary_experts is not None:
+            yield (
+                f"routing.primary_experts={s.routing.primary_experts}: needs the plugin inside the "
+                "engine; set engine.plugin=true, or take null"
+            )
