@@ -5,14 +5,20 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from harness.settings import EngineSettings, ModelSettings, RoutingSettings, Settings
 
-# How an engine is waited for changes nothing that it answers or how fast.
-_NOT_IN_THE_HASH = {"engine": {"start_timeout_s", "stop_timeout_s", "api_key_env"}, "report": None}
+# How an engine is waited for changes nothing that it answers or how fast, and where a file lies
+# says nothing that its content does not.
+_NOT_IN_THE_HASH: Mapping[str, frozenset[str]] = {
+    "engine": frozenset({"start_timeout_s", "stop_timeout_s", "api_key_env"}),
+    "model": frozenset({"path"}),
+    "workload": frozenset({"path"}),
+    "routing": frozenset({"similarity_path", "protection_path"}),
+}
+_GROUPS_NOT_IN_THE_HASH = frozenset({"report"})
 
 
 @dataclass(frozen=True)
@@ -41,46 +47,56 @@ def canonical_routing(routing: RoutingSettings, top_k: int | None) -> RoutingSet
 
 
 def make_cells(
-    settings: Iterable[Settings], *, top_k: int | None, fingerprints: Mapping[str, str]
+    settings: Iterable[Settings],
+    *,
+    top_k: Callable[[Settings], int | None],
+    fingerprints: Callable[[Settings], Mapping[str, str]],
 ) -> tuple[Cell, ...]:
     """Name the cells, drop repeats and order them so that arms alternate on one warm engine.
 
     Args:
         settings: one for each composed configuration, in the order in which they were asked for.
-        top_k: the model's experts per token; `None` if it has none.
-        fingerprints: content hashes of the files that settings name by path (model, data, similarity,
-            protection), so that a changed file makes another cell.
+        top_k: experts per token of the model that they name; `None` if it has none.
+        fingerprints: content hashes of what they name by path (model, data, matrices) and versions
+            of what runs them, so that a changed file makes another cell, and a moved one does not.
 
     Cells that share an engine stay together, then those that share a workload, then a load: the arms
     of one load run back to back, and differences between them are the least disturbed by drift.
     """
     unique: dict[str, Cell] = {}
     for s in settings:
-        s = dataclasses.replace(s, routing=canonical_routing(s.routing, top_k))
-        cell = Cell(_hash(s, fingerprints), s)
+        s = dataclasses.replace(s, routing=canonical_routing(s.routing, top_k(s)))
+        cell = Cell(_hash(s, fingerprints(s)), s)
         unique.setdefault(cell.id, cell)
-    cells = list(unique.values())
-    for key in (
-        lambda c: (c.settings.load),
-        lambda c: (c.settings.workload),
-        lambda c: (c.settings.engine, c.settings.model),
-    ):
-        first_seen = list(dict.fromkeys(key(c) for c in cells))
-        cells.sort(key=lambda c: first_seen.index(key(c)))  # noqa: B023 - used at once
-    return tuple(cells)
+    ordered = list(unique.values())
+    for key in (_load_of, _workload_of, engine_of):  # stable sorts: the last one weighs most
+        ordered = _by_first_use(ordered, key)
+    return tuple(ordered)
 
 
-def engines(cells: Sequence[Cell]) -> tuple[tuple[EngineSettings, ModelSettings], ...]:
-    """The distinct engines that the cells need, in order of first use."""
-    return tuple(dict.fromkeys((c.settings.engine, c.settings.model) for c in cells))
+def engine_of(cell: Cell) -> tuple[EngineSettings, ModelSettings]:
+    """What a cell needs to be running. Cells that agree in it share one start."""
+    return cell.settings.engine, cell.settings.model
+
+
+def _workload_of(cell: Cell) -> Hashable:
+    return cell.settings.workload
+
+
+def _load_of(cell: Cell) -> Hashable:
+    return cell.settings.load
+
+
+def _by_first_use(cells: Sequence[Cell], key: Callable[[Cell], Hashable]) -> list[Cell]:
+    first_use = {k: i for i, k in reversed(list(enumerate(map(key, cells))))}
+    return sorted(cells, key=lambda c: first_use[key(c)])
 
 
 def _hash(settings: Settings, fingerprints: Mapping[str, str]) -> str:
-    tree: dict[str, Any] = settings.to_tree()
-    for group, names in _NOT_IN_THE_HASH.items():
-        if names is None:
-            del tree[group]
-        else:
-            tree[group] = {k: v for k, v in tree[group].items() if k not in names}
+    tree = {
+        group: {k: v for k, v in values.items() if k not in _NOT_IN_THE_HASH.get(group, ())}
+        for group, values in settings.to_tree().items()
+        if group not in _GROUPS_NOT_IN_THE_HASH
+    }
     text = json.dumps([tree, dict(fingerprints)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]

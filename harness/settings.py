@@ -61,7 +61,7 @@ class EngineSettings:
     enforce_eager: bool
     tensor_parallel_size: int = _at_least(1)
     memory_fraction: float | None = _number("a number in (0, 1], or null", lambda v: 0 < v <= 1)
-    kv_cache_gib: float | None = _positive()
+    kv_cache_gib: int | None = _at_least(1)
     seed: int = _at_least(0)
     url: str | None
     api_key_env: str | None
@@ -131,9 +131,12 @@ class RoutingSettings:
 
 @dataclass(frozen=True)
 class ReportSettings:
-    """How results are shown."""
+    """Where results go and how they are shown."""
 
     title: str
+    name: str
+    folder: str
+    resume: str | None
 
 
 @dataclass(frozen=True)
@@ -286,7 +289,7 @@ def _contradictions(s: Settings) -> typing.Iterator[str]:
     if e.kind != "cpu" and e.kv_cache_gib is not None:
         yield f"engine.kv_cache_gib={e.kv_cache_gib!r}: only engine=cpu has one; takes null"
     if e.kind == "cpu" and e.kv_cache_gib is None:
-        yield "engine.kv_cache_gib=None: engine=cpu takes a number > 0"
+        yield "engine.kv_cache_gib=None: engine=cpu takes a whole number >= 1"
     if e.kind == "cpu" and e.block_size is not None and e.block_size % 32:
         yield f"engine.block_size={e.block_size!r}: engine=cpu takes a multiple of 32, or null"
     if e.max_num_batched_tokens < e.max_num_seqs:

@@ -1,0 +1,147 @@
+"""Runs a model over text and measures, at every mixture-of-experts layer, how alike experts are.
+
+Works on the mixture-of-experts blocks of Transformers 5 (Qwen3-VL-MoE and its relatives): modules
+with a router `gate` and fused `experts` called as ``experts(states, indices, weights)``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from harness.calibration.fingerprint import model_fingerprint
+from harness.calibration.similarity import (
+    CalibrationError,
+    GramAccumulator,
+    Provenance,
+    frobenius_similarity,
+    save_similarity,
+)
+from harness.calibration.texts import GENERAL_TEXTS
+
+CHUNK_ELEMENTS = 2**24
+"""Bound on experts x tokens x hidden of one chunk of expert outputs, to bound memory."""
+
+
+def moe_blocks(model: nn.Module) -> dict[int, nn.Module]:
+    """The model's mixture-of-experts blocks by layer number, ascending.
+
+    Raises:
+        CalibrationError: there are none.
+    """
+    found: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        number = re.search(r"\.layers\.(\d+)\.", name + ".")
+        if number and isinstance(getattr(module, "experts", None), nn.Module):
+            if isinstance(getattr(module, "gate", None), nn.Module):
+                found[int(number[1])] = module
+    if not found:
+        raise CalibrationError(
+            f"{type(model).__name__}: no mixture-of-experts block found; calibration needs a model "
+            "whose layers have `gate` and fused `experts`"
+        )
+    return dict(sorted(found.items()))
+
+
+def expert_outputs(experts: nn.Module, states: Tensor) -> Tensor:
+    """Every expert on every token: [tokens, hidden] -> [experts, tokens, hidden].
+
+    Goes through the module's own forward, one expert at a time, so it is right for whatever
+    weight layout the module has.
+    """
+    tokens = states.shape[0]
+    weights = states.new_ones(tokens, 1)
+    count = int(experts.num_experts)  # type: ignore[arg-type]
+    outputs = [
+        experts.forward(states, torch.full((tokens, 1), e, device=states.device), weights)
+        for e in range(count)
+    ]
+    return torch.stack(outputs)
+
+
+@torch.inference_mode()
+def collect(model: nn.Module, batches: Iterable[Tensor]) -> dict[int, GramAccumulator]:
+    """Run token ids through the model; distances of experts' outputs by layer number.
+
+    Args:
+        model: takes ``input_ids``; in eval mode, on any device.
+        batches: int64 [batch, length] each, without padding.
+
+    Returns:
+        One accumulator per mixture-of-experts layer. The model's own, routed output is what goes
+        on to the next layer, so every layer sees its ordinary hidden states.
+    """
+    blocks = moe_blocks(model)
+    grams: dict[int, GramAccumulator] = {}
+    handles = []
+    for layer, block in blocks.items():
+        gram = grams[layer] = GramAccumulator(int(block.experts.num_experts))  # type: ignore[union-attr,arg-type]
+
+        def watch(block: nn.Module, args: tuple[Tensor, ...], gram: GramAccumulator = gram) -> None:
+            experts = block.experts
+            assert isinstance(experts, nn.Module)
+            states = args[0].flatten(0, -2)
+            step = max(1, CHUNK_ELEMENTS // (int(experts.num_experts) * states.shape[1]))  # type: ignore[arg-type]
+            for chunk in states.split(step):
+                gram.add(expert_outputs(experts, chunk).float())
+
+        handles.append(block.register_forward_pre_hook(watch))
+    try:
+        for ids in batches:
+            model(input_ids=ids, use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return grams
+
+
+def calibrate(
+    model_dir: Path,
+    out: Path,
+    *,
+    texts: Sequence[str] = GENERAL_TEXTS,
+    max_tokens: int = 128,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Measure a checkpoint's expert similarity and write it to `out`.
+
+    Args:
+        model_dir: a checkpoint that Transformers loads.
+        out: safetensors file to write, see `save_similarity`.
+        texts: general text; each is one sequence, cut to `max_tokens`.
+        max_tokens: longest sequence [tokens].
+        device: where the model runs.
+        dtype: of the model's weights while it runs; distances are always summed in float64.
+
+    Raises:
+        CalibrationError: no such architecture, or no mixture-of-experts layers in it.
+    """
+    import transformers
+
+    name = json.loads((model_dir / "config.json").read_text())["architectures"][0]
+    architecture = getattr(transformers, name, None)
+    if architecture is None:
+        raise CalibrationError(f"{model_dir}: Transformers has no architecture {name!r}")
+    model = architecture.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    model = model.to(device).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    sequences = [tokenizer(text)["input_ids"][:max_tokens] for text in texts]
+    grams = collect(model, (torch.tensor([ids], device=device) for ids in sequences if ids))
+    similarity = torch.stack([frobenius_similarity(g.distances()) for g in grams.values()])
+    save_similarity(
+        out,
+        similarity,
+        Provenance(
+            measure="frobenius",
+            model_sha256=model_fingerprint(model_dir),
+            data_sha256=hashlib.sha256(json.dumps(sequences).encode()).hexdigest(),
+            layer_indices=tuple(grams),
+        ),
+    )

@@ -1,0 +1,254 @@
+"""How alike a layer's experts are, and the small files that carry it to the engine.
+
+Frobenius similarity, as SERE defines it (arXiv: "SERE: Similarity-based Expert Re-routing"): with
+A_j [tokens, hidden] what expert j makes of *every* token's hidden state, whether or not it was
+routed there and without its routing weight,
+
+    d_ij = ||A_i - A_j||_F      Sim_ij = 1 - d_ij / max_ab d_ab      Sim_ii = 1
+
+so 1 means the same function on this data, and 0 the farthest pair of the layer. The scale is the
+layer's own: one far-out expert pushes all other pairs towards 1, and a threshold means different
+things in different layers and models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+FORMAT_VERSION = "1"
+SIMILARITY_KEY = "similarity"
+PROTECTION_KEY = "protection"
+
+
+class CalibrationError(ValueError):
+    """A calibration file cannot be used; the message names the cause and the cure."""
+
+
+class GramAccumulator:
+    """Squared distances between experts' outputs, summed over chunks of tokens.
+
+    Uses d2_ij = |a_i|^2 + |a_j|^2 - 2 <a_i, a_j>, so memory is one chunk and one [E, E] matrix
+    however many tokens there are. The subtraction cancels most digits for experts that are nearly
+    alike, hence double precision; the outputs' mean over experts, which no distance contains, is
+    taken off first for the same reason.
+    """
+
+    def __init__(self, experts: int) -> None:
+        self.tokens = 0
+        self._gram = torch.zeros(experts, experts, dtype=torch.float64)
+
+    def add(self, outputs: Tensor) -> None:
+        """Take in a chunk: [experts, tokens, hidden], floating point, any device."""
+        if outputs.ndim != 3 or outputs.shape[0] != self._gram.shape[0]:
+            raise ValueError(
+                f"outputs: expected [{self._gram.shape[0]}, tokens, hidden], "
+                f"got {list(outputs.shape)}"
+            )
+        flat = outputs.detach().flatten(1).double()
+        flat = flat - flat.mean(0, keepdim=True)
+        self._gram += (flat @ flat.T).cpu()
+        self.tokens += outputs.shape[1]
+
+    def distances(self) -> Tensor:
+        """Frobenius distances d_ij >= 0: float64 [E, E], symmetric, zero diagonal."""
+        squared = self._gram.diagonal()
+        d2 = squared[:, None] + squared[None, :] - self._gram - self._gram.T
+        return d2.clamp_min(0).fill_diagonal_(0).sqrt()
+
+
+def frobenius_similarity(distances: Tensor) -> Tensor:
+    """1 - d / max d, with 1 on the diagonal.
+
+    Args:
+        distances: [E, E], >= 0, symmetric. If all are 0 the experts are one, and so is every entry.
+
+    Returns:
+        float32 [E, E] in [0, 1].
+    """
+    largest = distances.max()
+    if largest == 0:
+        return torch.ones_like(distances, dtype=torch.float32)
+    return (1 - distances / largest).clamp(0, 1).fill_diagonal_(1).float()
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """What a calibration was made from.
+
+    Attributes:
+        measure: name of the similarity, such as ``frobenius``.
+        model_sha256: `harness.calibration.fingerprint.model_fingerprint` of the checkpoint.
+        data_sha256: hash of the text that was run through it.
+        layer_indices: the model's layer number of each row of the tensor, ascending.
+    """
+
+    measure: str
+    model_sha256: str
+    data_sha256: str
+    layer_indices: tuple[int, ...]
+
+
+def save_similarity(path: Path, similarity: Tensor, provenance: Provenance) -> None:
+    """Write `similarity` (float32 [layers, E, E]) and its provenance as one safetensors file.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    if similarity.ndim != 3 or similarity.shape[1] != similarity.shape[2]:
+        raise ValueError(f"similarity: expected [layers, E, E], got {list(similarity.shape)}")
+    _write(path, SIMILARITY_KEY, similarity.detach().float(), provenance)
+
+
+def load_similarity(
+    path: Path, *, layers: int, experts: int, model_hash: str | None = None
+) -> Tensor:
+    """Read and check similarity matrices.
+
+    Args:
+        path: what `save_similarity` wrote.
+        layers: mixture-of-experts layers of the model at hand.
+        experts: experts of a layer.
+        model_hash: the checkpoint's fingerprint; None to accept a calibration of any model.
+
+    Returns:
+        float32 [layers, experts, experts] in [0, 1], on the CPU.
+
+    Raises:
+        CalibrationError: missing or unreadable file, other shape, other model, NaN, values outside
+            [0, 1], or a layer that is the identity (which says that no expert resembles any other:
+            what an uncalibrated buffer holds, and under which re-routing silently does nothing).
+    """
+    sim, metadata = _read(path, SIMILARITY_KEY)
+    cure = "calibrate this model again (harness.calibration)"
+    _check_shape(path, sim, (layers, experts, experts), cure)
+    _check_model(path, metadata, model_hash, cure)
+    if not torch.is_floating_point(sim):
+        raise CalibrationError(f"{path}: similarity is {sim.dtype}, not floating point; {cure}")
+    sim = sim.float()
+    for layer, matrix in enumerate(sim):
+        if matrix.isnan().any():
+            raise CalibrationError(
+                f"{path}: layer {layer} holds NaN (the model overflowed?); calibrate again in a "
+                "wider type such as float32"
+            )
+        low, high = float(matrix.min()), float(matrix.max())
+        if low < 0 or high > 1:
+            raise CalibrationError(
+                f"{path}: layer {layer} has values in [{low:g}, {high:g}], outside [0, 1]; map the "
+                "measure to [0, 1], 1 meaning alike"
+            )
+        if experts > 1 and torch.equal(matrix, torch.eye(experts)):
+            raise CalibrationError(
+                f"{path}: layer {layer} is the identity matrix, so nothing was calibrated and "
+                f"nothing would ever be re-routed; {cure}"
+            )
+    return sim
+
+
+def save_protection(path: Path, protection: Tensor, provenance: Provenance) -> None:
+    """Write `protection` (uint8 [layers, E]; 1 marks an expert never re-routed away from).
+
+    Raises:
+        ValueError: the shape or a value does not fit.
+    """
+    if protection.ndim != 2:
+        raise ValueError(f"protection: expected [layers, E], got {list(protection.shape)}")
+    if not ((protection == 0) | (protection == 1)).all():
+        raise ValueError("protection: expected only 0 and 1")
+    _write(path, PROTECTION_KEY, protection.detach().to(torch.uint8), provenance)
+
+
+def load_protection(
+    path: Path, *, layers: int, experts: int, model_hash: str | None = None
+) -> Tensor:
+    """Read and check a protection matrix; arguments as for `load_similarity`.
+
+    Returns:
+        uint8 [layers, experts] of 0 and 1, on the CPU.
+
+    Raises:
+        CalibrationError: missing or unreadable file, other shape, other model, or other values.
+    """
+    protection, metadata = _read(path, PROTECTION_KEY)
+    cure = "write it for this model with harness.calibration.similarity.save_protection"
+    _check_shape(path, protection, (layers, experts), cure)
+    _check_model(path, metadata, model_hash, cure)
+    if not ((protection == 0) | (protection == 1)).all():
+        raise CalibrationError(f"{path}: protection has values other than 0 and 1; {cure}")
+    return protection.to(torch.uint8)
+
+
+def _check_shape(path: Path, tensor: Tensor, shape: tuple[int, ...], cure: str) -> None:
+    if tuple(tensor.shape) != shape:
+        raise CalibrationError(
+            f"{path}: shape {list(tensor.shape)}, but this model needs {list(shape)}; it belongs "
+            f"to another model: {cure}"
+        )
+
+
+def _check_model(path: Path, metadata: dict[str, str], model_hash: str | None, cure: str) -> None:
+    made_for = metadata.get("model_sha256", "")
+    if model_hash is not None and made_for != model_hash:
+        raise CalibrationError(
+            f"{path}: made for model {made_for[:12] or '(not recorded)'}, but this one is "
+            f"{model_hash[:12]}; {cure}"
+        )
+
+
+def _write(path: Path, key: str, tensor: Tensor, provenance: Provenance) -> None:
+    if len(provenance.layer_indices) != tensor.shape[0]:
+        raise ValueError(
+            f"layer_indices: {len(provenance.layer_indices)} for {tensor.shape[0]} layers"
+        )
+    metadata = {
+        "format_version": FORMAT_VERSION,
+        "measure": provenance.measure,
+        "model_sha256": provenance.model_sha256,
+        "data_sha256": provenance.data_sha256,
+        "layer_indices": json.dumps(list(provenance.layer_indices)),
+    }
+    content = _ordered(save({key: tensor.cpu().contiguous()}, metadata=metadata))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(content)
+    draft.replace(path)
+
+
+def _ordered(content: bytes) -> bytes:
+    """The same safetensors file with its metadata sorted: the library's order is random."""
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text + content[8 + length :]
+
+
+def _read(path: Path, key: str) -> tuple[Tensor, dict[str, str]]:
+    if not path.is_file():
+        raise CalibrationError(
+            f"{path}: no such file; calibrate the model (harness.calibration) or correct the path"
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata: dict[str, str] = file.metadata() or {}
+            keys: Sequence[str] = list(file.keys())
+            tensor = file.get_tensor(key) if key in keys else None
+    except SafetensorError as error:
+        raise CalibrationError(f"{path}: not a safetensors file ({error}); write it again") from error
+    if tensor is None:
+        raise CalibrationError(f"{path}: holds {list(keys)}, not {key!r}; give the right file")
+    version = metadata.get("format_version")
+    if version != FORMAT_VERSION:
+        raise CalibrationError(
+            f"{path}: format version {version}, this release reads {FORMAT_VERSION}; write it again"
+        )
+    return tensor, metadata

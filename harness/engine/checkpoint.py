@@ -1,0 +1,81 @@
+"""What a checkpoint folder says about itself, read before anything is started."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+class CheckpointError(ValueError):
+    """The folder holds no model that can be served; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: its folder.
+        architecture: name of the model class, as in ``config.json``.
+        top_k: routed experts per token; `None` for a model without experts.
+        experts: routed experts per layer; `None` likewise.
+        moe_layers: layers that have experts; 0 likewise.
+        has_vision: whether it takes images.
+    """
+
+    path: Path
+    architecture: str
+    top_k: int | None
+    experts: int | None
+    moe_layers: int
+    has_vision: bool
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Read ``config.json`` and make sure that there are weights.
+
+    Raises:
+        CheckpointError: a file is missing or unreadable.
+    """
+    where = f"model.path={folder}"
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{where}: no such folder; it takes a local checkpoint folder "
+            "(`hf download ORG/NAME --local-dir FOLDER` makes one)"
+        )
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{where}: has no config.json; it takes a checkpoint folder"
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
+        raise CheckpointError(f"{where}: config.json cannot be read: {e}") from e
+    architectures = config.get("architectures") if isinstance(config, dict) else None
+    if not architectures:
+        raise CheckpointError(f"{where}: config.json names no architecture")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise CheckpointError(f"{where}: has no weights (*.safetensors)")
+    text = config.get("text_config", config)
+    experts = text.get("num_experts") or text.get("n_routed_experts")
+    return Checkpoint(
+        path=folder,
+        architecture=architectures[0],
+        top_k=text.get("num_experts_per_tok") if experts else None,
+        experts=experts,
+        moe_layers=_moe_layers(text) if experts else 0,
+        has_vision="vision_config" in config,
+    )
+
+
+def _moe_layers(text: dict[str, Any]) -> int:
+    """Layers with experts, by the rules of the Qwen-MoE and DeepSeek families' configurations."""
+    dense = set(text.get("mlp_only_layers") or ())
+    step = text.get("decoder_sparse_step") or 1
+    first = text.get("first_k_dense_replace") or 0
+    return sum(
+        layer >= first and layer not in dense and (layer + 1) % step == 0
+        for layer in range(text["num_hidden_layers"])
+    )

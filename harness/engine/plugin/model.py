@@ -1,0 +1,244 @@
+"""Qwen3-VL with fused image groups: encode, score, select, and put rows where they belong."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from vllm.distributed import (
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.model_executor.models.qwen3_vl import (
+    Qwen3VLDummyInputsBuilder,
+    Qwen3VLForConditionalGeneration,
+)
+from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
+from vllm.multimodal import MULTIMODAL_REGISTRY
+
+from harness.engine.plugin import group as layout
+from harness.engine.plugin.processor import (
+    GroupQwen3VLMoeProcessingInfo,
+    GroupQwen3VLProcessingInfo,
+    GroupQwen3VLProcessor,
+)
+from harness.engine.plugin.telemetry import VISION
+from kernels.visionzip.reference import attention_received, merge_unit_scores, select_tokens
+
+logger = logging.getLogger("vllm.pruneroute")
+
+
+class FusedGroups:
+    """Mixed in before a Qwen3-VL class: image items are groups, and rows carry their positions."""
+
+    def _start_groups(self, vllm_config: Any) -> None:
+        parallel = vllm_config.parallel_config
+        if parallel.pipeline_parallel_size > 1:
+            raise ValueError(
+                "PruneRoute's vision lever cannot serve pipeline_parallel_size > 1: only the first "
+                "stage sees where kept tokens belong; use tensor parallelism"
+            )
+        if self.use_data_parallel:  # type: ignore[attr-defined]
+            raise ValueError(
+                "PruneRoute's vision lever cannot serve mm_encoder_tp_mode=data; leave it at "
+                "'weights'"
+            )
+        # Added to the positions of every step, inside captured graphs too, so one buffer for good.
+        # Padding can take a step past max_num_batched_tokens.
+        longest = vllm_config.scheduler_config.max_num_batched_tokens + 1024
+        self._row_offsets = torch.zeros(3, longest, dtype=torch.int64)
+        self._row_offsets_used = 0
+        VISION.hooked = True
+        logger.info("PruneRoute: vision lever in %s", type(self).__name__)
+
+    # -- encoder ---------------------------------------------------------------------------------
+
+    def embed_multimodal(self, **kwargs: Any) -> tuple[Tensor, ...] | None:
+        """Rows of every group, in prompt order, each row with its position offset behind it.
+
+        Groups are encoded one by one: what a group keeps must not depend on its batch mates.
+
+        Returns:
+            One [keep + gap tokens, width + offset columns] tensor for each group.
+        """
+        if "group_spend" not in kwargs:
+            return super().embed_multimodal(**kwargs)  # type: ignore[misc]
+        grids = kwargs["image_grid_thw"].tolist()
+        gap_ids, gap_lengths = kwargs["gap_ids"].tolist(), kwargs["gap_lengths"].tolist()
+        pixel_values: Tensor = kwargs["pixel_values"]
+        out = []
+        for images, keep, floor, layer, key in torch.as_tensor(kwargs["group_spend"]).tolist():
+            own_grids, grids = grids[:images], grids[images:]
+            own_lengths, gap_lengths = gap_lengths[: images - 1], gap_lengths[images - 1 :]
+            own_ids, gap_ids = gap_ids[: sum(own_lengths)], gap_ids[sum(own_lengths) :]
+            patches = sum(t * h * w for t, h, w in own_grids)
+            own_pixels, pixel_values = pixel_values[:patches], pixel_values[patches:]
+            out.append(
+                self._embed_group(own_pixels, own_grids, own_ids, own_lengths, keep, floor, layer, key)
+            )
+        return tuple(out)
+
+    def _embed_group(
+        self,
+        pixel_values: Tensor,
+        grids: Sequence[Sequence[int]],
+        gap_ids: Sequence[int],
+        gap_lengths: Sequence[int],
+        keep: int,
+        floor: int,
+        layer: int,
+        key: int,
+    ) -> Tensor:
+        visual = self.visual  # type: ignore[attr-defined]
+        merge = visual.spatial_merge_size
+        merged = [(t, h // merge, w // merge) for t, h, w in grids]
+        counts = [t * h * w for t, h, w in merged]
+        total = sum(counts)
+        grid_tensor = torch.tensor(grids, dtype=torch.int64)
+        if keep < total:
+            with _captured_scores(visual.blocks[layer].attn.attn) as captured:
+                features = visual(pixel_values, grid_thw=grid_tensor)
+            kept = select_tokens(
+                merge_unit_scores(captured.pop(), merge * merge), counts, keep, floor
+            )
+        else:
+            features = visual(pixel_values, grid_thw=grid_tensor)
+            kept = torch.arange(total)
+
+        is_image = layout.image_rows(counts, gap_lengths)
+        kept_mask = torch.zeros(total, dtype=torch.bool)
+        kept_mask[kept.cpu()] = True
+        stays = np.ones(len(is_image), dtype=bool)
+        stays[is_image] = kept_mask.numpy()
+        offsets = torch.from_numpy(layout.group_offsets(merged, gap_lengths)[:, stays])
+
+        rows = features.new_zeros(int(stays.sum()), features.shape[1])
+        image_at = torch.from_numpy(np.flatnonzero(is_image[stays])).to(features.device)
+        rows[image_at] = features[kept.to(features.device)]
+        if gap_ids:
+            text_at = torch.from_numpy(np.flatnonzero(~is_image[stays])).to(features.device)
+            ids = torch.tensor(gap_ids, device=features.device)
+            text = self.language_model.embed_input_ids(ids)  # type: ignore[attr-defined]
+            rows[text_at, : text.shape[1]] = text.to(rows.dtype)
+        VISION.record(key, list(zip(counts, layout.kept_per_image(kept, counts), strict=True)))
+        return layout.append_offsets(rows, offsets)
+
+    # -- language model --------------------------------------------------------------------------
+
+    def embed_input_ids(
+        self,
+        input_ids: Tensor,
+        multimodal_embeddings: Iterable[Tensor] | None = None,
+        *,
+        is_multimodal: Tensor | None = None,
+    ) -> Tensor:
+        """As the stock method; takes the position offsets off the rows and notes them for `forward`."""
+        self._row_offsets[:, : self._row_offsets_used] = 0
+        self._row_offsets_used = 0
+        if multimodal_embeddings is not None and len(multimodal_embeddings):  # type: ignore[arg-type]
+            rows, offsets = zip(
+                *(layout.split_offsets(e) for e in multimodal_embeddings), strict=True
+            )
+            assert is_multimodal is not None
+            at = is_multimodal.nonzero().squeeze(1).to(self._row_offsets.device)
+            self._row_offsets[:, at] = torch.cat(offsets, dim=1)
+            self._row_offsets_used = len(is_multimodal)
+            multimodal_embeddings = rows
+        return super().embed_input_ids(  # type: ignore[misc,no-any-return]
+            input_ids, multimodal_embeddings, is_multimodal=is_multimodal
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor | None,
+        positions: Tensor,
+        intermediate_tensors: Any = None,
+        inputs_embeds: Tensor | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As the stock method, at the positions that the rows carried."""
+        if positions.dim() == 2:
+            positions = positions + self._row_offsets[:, : positions.shape[1]]
+        return super().forward(  # type: ignore[misc]
+            input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs
+        )
+
+    def get_mrope_input_positions(
+        self, input_tokens: list[int], mm_features: Sequence[Any], **_: Any
+    ) -> tuple[Tensor, int]:
+        """Positions at admission, [3, tokens] int64, and the offset of the tokens after the prompt."""
+        merge = self.config.vision_config.spatial_merge_size  # type: ignore[attr-defined]
+        groups = []
+        for feature in sorted(mm_features, key=lambda f: f.mm_position.offset):
+            data = feature.data
+            if data is None or "gap_lengths" not in data:
+                raise RuntimeError(
+                    f"a {feature.modality} item reached the model without the fields of a group; "
+                    "the engine bypassed PruneRoute's processor"
+                )
+            grids = [
+                (t, h // merge, w // merge) for t, h, w in data["image_grid_thw"].data.tolist()
+            ]
+            extent = layout.group_extent(grids, data["gap_lengths"].data.tolist())
+            where = feature.mm_position
+            groups.append((layout.Span(where.offset, where.length), extent))
+        positions, shift = layout.prompt_positions(len(input_tokens), groups)
+        return torch.from_numpy(positions), shift
+
+
+@contextlib.contextmanager
+def _captured_scores(attention: nn.Module) -> Iterator[list[Tensor]]:
+    """While open, the next call of `attention` leaves its tokens' scores, [patches] float32.
+
+    `attention` is vLLM's encoder attention: query and key arrive after rotary embedding, each
+    [1, patches, heads of this rank, head_dim]. Ranks sum their heads, so that all select alike.
+    """
+    scores: list[Tensor] = []
+
+    def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        query, key = kwargs["query"], kwargs["key"]
+        received = attention_received(
+            query.flatten(0, 1), key.flatten(0, 1), kwargs["cu_seqlens"], module.scale
+        )
+        ranks = get_tensor_model_parallel_world_size()
+        if ranks > 1:
+            received = tensor_model_parallel_all_reduce(received) / ranks
+        scores.append(received)
+
+    handle = attention.register_forward_pre_hook(capture, with_kwargs=True)
+    try:
+        yield scores
+    finally:
+        handle.remove()
+    if not scores:
+        raise RuntimeError("the scored layer of the vision encoder never ran its attention")
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    GroupQwen3VLProcessor, info=GroupQwen3VLProcessingInfo, dummy_inputs=Qwen3VLDummyInputsBuilder
+)
+class GroupQwen3VL(FusedGroups, Qwen3VLForConditionalGeneration):
+    """Qwen3-VL, dense, with fused image groups."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._start_groups(vllm_config)
+
+
+@MULTIMODAL_REGISTRY.register_processor(
+    GroupQwen3VLProcessor,
+    info=GroupQwen3VLMoeProcessingInfo,
+    dummy_inputs=Qwen3VLDummyInputsBuilder,
+)
+class GroupQwen3VLMoe(FusedGroups, Qwen3VLMoeForConditionalGeneration):
+    """Qwen3-VL, mixture of experts, with fused image groups."""
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        # Not `super()`: the stock class skips its parent's constructor by hand.
+        Qwen3VLMoeForConditionalGeneration.__init__(self, vllm_config=vllm_config, prefix=prefix)
+        self._start_groups(vllm_config)

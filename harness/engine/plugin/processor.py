@@ -1,0 +1,203 @@
+"""The multimodal processor that joins the images of a turn into one group of fixed length.
+
+Runs in vLLM's API server, on every request, before it is admitted: a request that cannot be served
+gets vLLM's ordinary error here and never reaches the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor, Qwen3VLProcessingInfo
+from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeProcessingInfo
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFieldElem,
+    MultiModalFlatField,
+    MultiModalKwargsItem,
+    MultiModalKwargsItems,
+    PlaceholderRange,
+)
+
+from harness.engine.plugin import group as layout
+from kernels.visionzip.budget import kept_count
+
+_TURN_END = "<|im_end|>"
+_REQUEST_KEYS = {f.name for f in dataclasses.fields(layout.VisionRequest)}
+
+
+class _GroupInfo:
+    """Sizes that vLLM plans with, for items that hold all images of a turn."""
+
+    def get_mm_max_tokens_per_item(
+        self, seq_len: int, mm_counts: Mapping[str, int]
+    ) -> Mapping[str, int]:
+        largest = dict(super().get_mm_max_tokens_per_item(seq_len, mm_counts))  # type: ignore[misc]
+        # vLLM asks for one item, whatever a request may hold, while a group holds them all and the
+        # text between; only the context bounds that.
+        images = self.allowed_mm_limits.get("image", 1)  # type: ignore[attr-defined]
+        if images > 1:
+            largest["image"] = max(largest["image"], seq_len)
+        return largest
+
+
+class GroupQwen3VLProcessingInfo(_GroupInfo, Qwen3VLProcessingInfo):
+    """Qwen3-VL, dense."""
+
+
+class GroupQwen3VLMoeProcessingInfo(_GroupInfo, Qwen3VLMoeProcessingInfo):
+    """Qwen3-VL, mixture of experts."""
+
+
+class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
+    """Stock processing first, then one item for each turn's images."""
+
+    def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the stock method, with image items fused; see `harness.engine.plugin.group`.
+
+        Raises:
+            ValueError: the request's vision settings are wrong, it holds a video, or pruning would
+                push positions past the model's rotary table.
+        """
+        processor_kwargs = dict(inputs.hf_processor_mm_kwargs)
+        asked = {k: processor_kwargs.pop(k) for k in _REQUEST_KEYS & processor_kwargs.keys()}
+        request = layout.VisionRequest(**asked)
+        self._check(inputs, request)
+        # A sender cache hands out no tensors on a hit, and a group needs those of all its images.
+        plain = super().apply(
+            dataclasses.replace(inputs, hf_processor_mm_kwargs=processor_kwargs, cache=None),
+            *args,
+            **kwargs,
+        )
+        if plain["mm_placeholders"].get("image"):
+            self._fuse(plain, request)
+        return plain
+
+    def _check(self, inputs: Any, request: layout.VisionRequest) -> None:
+        if inputs.mm_data_items.get_all_counts().get("video", 0):
+            raise ValueError(
+                "PruneRoute's vision lever serves images, not videos; send frames as images, or "
+                "start the server without the plugin"
+            )
+        depth = self.info.get_hf_config().vision_config.depth
+        if not -depth <= request.layer < depth:
+            raise ValueError(
+                f"layer={request.layer}: the vision encoder has layers 0 to {depth - 1} "
+                f"(or -{depth} to -1)"
+            )
+
+    def _fuse(self, plain: Any, request: layout.VisionRequest) -> None:
+        """Replace the image items of a processed prompt by groups, in place."""
+        config = self.info.get_hf_config()
+        merge = config.vision_config.spatial_merge_size
+        turn_end = self.info.get_tokenizer().convert_tokens_to_ids(_TURN_END)
+        ids: list[int] = list(plain["prompt_token_ids"])
+        spans = [layout.Span(p.offset, p.length) for p in plain["mm_placeholders"]["image"]]
+        items = plain["mm_kwargs"]["image"]
+        hashes = plain["mm_hashes"]["image"]
+
+        fused_ids: list[int] = []
+        fused_items: list[MultiModalKwargsItem] = []
+        fused_hashes: list[str] = []
+        ranges: list[PlaceholderRange] = []
+        groups: list[tuple[layout.Span, int]] = []
+        done = 0
+        for members in layout.group_spans(ids, spans, turn_end):
+            first, last = spans[members[0]], spans[members[-1]]
+            gaps = [
+                ids[spans[a].end : spans[b].offset]
+                for a, b in zip(members, members[1:], strict=False)
+            ]
+            grids = torch.stack([items[i]["image_grid_thw"].data for i in members])
+            counts = [spans[i].length for i in members]
+            keep = kept_count(counts, request.retain_ratio, request.min_tokens_per_image)
+            identifier = layout.group_hash([hashes[i] for i in members], gaps, keep, request)
+
+            fused_ids += ids[done : first.offset]
+            offset = len(fused_ids)
+            placeholder = ids[first.offset]
+            for share, gap in zip(
+                layout.proportional_split(counts, keep), [*gaps, []], strict=True
+            ):
+                fused_ids += [placeholder] * share + gap
+            done = last.end
+
+            span = layout.Span(offset, len(fused_ids) - offset)
+            merged = [(t, h // merge, w // merge) for t, h, w in grids.tolist()]
+            groups.append((span, layout.group_extent(merged, [len(g) for g in gaps])))
+            ranges.append(PlaceholderRange(offset=span.offset, length=span.length))
+            fused_hashes.append(identifier)
+            fused_items.append(
+                _group_item(
+                    pixel_values=torch.cat([items[i]["pixel_values"].data for i in members]),
+                    grids=grids,
+                    gap_ids=[t for g in gaps for t in g],
+                    gap_lengths=[len(g) for g in gaps],
+                    spend=[keep, request.min_tokens_per_image, request.layer],
+                    key=layout.group_key(identifier),
+                )
+            )
+        fused_ids += ids[done:]
+        self._check_positions(len(fused_ids), groups)
+
+        plain["prompt_token_ids"] = fused_ids
+        plain["mm_kwargs"] = MultiModalKwargsItems({**plain["mm_kwargs"], "image": fused_items})
+        plain["mm_hashes"] = {**plain["mm_hashes"], "image": fused_hashes}
+        plain["mm_placeholders"] = {**plain["mm_placeholders"], "image": ranges}
+
+    def _check_positions(
+        self, prompt_length: int, groups: list[tuple[layout.Span, int]]
+    ) -> None:
+        """Kept tokens keep their positions, which so can pass the number of tokens."""
+        _, shift = layout.prompt_positions(prompt_length, groups)
+        table = self.info.get_hf_config().get_text_config().max_position_embeddings
+        longest = self.info.ctx.model_config.max_model_len
+        if shift > 0 and longest + shift > table:
+            raise ValueError(
+                f"pruning leaves positions {shift} ahead of the token count, so that a request of "
+                f"max_model_len={longest} tokens could pass the model's {table} positions; lower "
+                "engine.max_model_len or raise vision.retain_ratio"
+            )
+
+
+def _group_item(
+    *,
+    pixel_values: torch.Tensor,
+    grids: torch.Tensor,
+    gap_ids: list[int],
+    gap_lengths: list[int],
+    spend: list[int],
+    key: int,
+) -> MultiModalKwargsItem:
+    """One group as vLLM's item: what `harness.engine.plugin.model` reads back.
+
+    Fields (concatenated over the groups of an encoder call unless said otherwise): `pixel_values`
+    [patches, width]; `image_grid_thw` [images, 3], in patches; `gap_ids` [tokens]; `gap_lengths`
+    [images - 1]; `group_spend` [groups, 5] of images, keep, floor, layer, key.
+    """
+    def flat(data: torch.Tensor, *, keep_on_cpu: bool) -> MultiModalFieldElem:
+        field = MultiModalFlatField(slices=[slice(0, len(data))], keep_on_cpu=keep_on_cpu)
+        return _element("image", data, field)
+
+    # Positions are computed from fields on the CPU; a prefix-cache hit over the whole group strips
+    # all others.
+    return MultiModalKwargsItem(
+        {
+            "pixel_values": flat(pixel_values, keep_on_cpu=False),
+            "image_grid_thw": flat(grids, keep_on_cpu=True),
+            "gap_ids": flat(torch.tensor(gap_ids, dtype=torch.int64), keep_on_cpu=True),
+            "gap_lengths": flat(torch.tensor(gap_lengths, dtype=torch.int64), keep_on_cpu=True),
+            "group_spend": _element(
+                "image",
+                torch.tensor([len(grids), *spend, key], dtype=torch.int64),
+                MultiModalBatchedField(keep_on_cpu=True),
+            ),
+        }
+    )
+
+
+def _element(modality: str, data: torch.Tensor, field: Any) -> MultiModalFieldElem:
+    return MultiModalFieldElem(data=data, field=field)

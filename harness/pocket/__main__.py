@@ -1,0 +1,27 @@
+"""``python -m harness.pocket``: build the bundled model if needed, and print where it is."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from harness.pocket.cache import CacheError
+from harness.pocket.model import ensure
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m harness.pocket", description=__doc__)
+    parser.add_argument("--seed", type=int, default=0, help="draws the weights (default 0)")
+    seed = parser.parse_args().seed
+    if seed < 0:
+        parser.error(f"--seed {seed}: takes a whole number >= 0")
+    try:
+        print(ensure(seed))
+    except CacheError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,234 @@
+"""A sweep from settings to a report: one folder, one engine start, every cell, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Sequence
+from datetime import datetime
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from harness.cell import CellOutcome, run_cell
+from harness.engine.engine import Engine, running
+from harness.engine.server import EngineError
+from harness.plan import Cell, engine_of
+from harness.prepare import Prepared, prepare
+from harness.progress import SweepProgress
+from harness.results.errors import ResultsError
+from harness.results.plan_file import plan_tree
+from harness.results.provenance import collect
+from harness.results.report import write_report
+from harness.results.store import RunFolder
+from harness.results.summary import not_run, summarize
+from harness.results.table import terminal_table, write_csv
+from harness.settings import Settings
+
+OK, SOME_FAILED, BAD_INPUT, INTERRUPTED, TERMINATED = 0, 1, 2, 130, 143
+"""Exit statuses: all cells ran; some did not; nothing was started; Ctrl-C; SIGTERM."""
+
+
+def run_sweep(settings: Sequence[Settings], argv: Sequence[str]) -> int:
+    """Run all cells of `settings` and leave a run folder; gives the process's exit status.
+
+    Args:
+        settings: one for each composed configuration, checked.
+        argv: how it was asked for, for the plan.
+    """
+    console = Console(stderr=True)
+    try:
+        prepared = prepare(settings)
+        run, finished = _open_run(prepared, settings[0], argv)
+    except (ValueError, ResultsError, OSError) as e:
+        console.print(f"error: {e}", style="red", markup=False, highlight=False, soft_wrap=True)
+        return BAD_INPUT
+    sweep = _Sweep(prepared, run, finished, console)
+    with _terminations() as terminated:
+        try:
+            sweep.run()
+        except KeyboardInterrupt:
+            sweep.problem = "interrupted; finished cells are kept"
+            sweep.status = TERMINATED if terminated else INTERRUPTED
+        finally:
+            # Results are written even now: a second Ctrl-C may cut this short, and loses no records.
+            sweep.write_results()
+    return sweep.close()
+
+
+class _Sweep:
+    """The state of one sweep; every cell ends up with a row."""
+
+    def __init__(
+        self, prepared: Prepared, run: RunFolder, finished: frozenset[str], console: Console
+    ) -> None:
+        self.prepared, self.run_folder, self.console = prepared, run, console
+        self.finished = finished
+        self.rows: dict[str, dict[str, Any]] = {
+            i: dict(run.summary(i)) for i in finished
+        }
+        self.problem: str | None = None
+        self.status = OK
+
+    def run(self) -> None:
+        """All cells, engine by engine."""
+        cells = self.prepared.cells
+        with SweepProgress(cells, self.console) as progress:
+            for number, (_, group) in enumerate(groupby(cells, key=engine_of)):
+                own = list(group)
+                for cell in own:
+                    if cell.id in self.finished:
+                        progress.skip(cell)
+                waiting = [c for c in own if c.id not in self.finished]
+                if waiting and self.problem is None:
+                    self._run_on_one_engine(waiting, number, progress)
+
+    def _run_on_one_engine(
+        self, cells: Sequence[Cell], number: int, progress: SweepProgress
+    ) -> None:
+        log = self.run_folder.path / f"engine-{number}.log"
+        settings = cells[0].settings.engine
+        checkpoint = self.prepared.checkpoint(cells[0])
+        try:
+            with running(
+                settings, checkpoint, log, [c.settings for c in cells], progress.engine
+            ) as engine:
+                for cell in cells:
+                    outcome = self._run_cell(cell, engine, progress)
+                    if outcome.stopped is not None or engine.failure() is not None:
+                        if outcome.stopped == "interrupted":
+                            raise KeyboardInterrupt
+                        self.problem = engine.failure() or outcome.stopped
+                        return
+        except EngineError as e:
+            self.problem = str(e)
+
+    def _run_cell(self, cell: Cell, engine: Engine, progress: SweepProgress) -> CellOutcome:
+        progress.begin(cell)
+        outcome = asyncio.run(
+            run_cell(
+                cell,
+                engine,
+                self.prepared.workloads[cell.settings.workload],
+                self.prepared.similarity.get(cell.id),
+                progress.requests,
+            )
+        )
+        row = summarize(cell, outcome.records, top_k=self._top_k(cell), failure=outcome.failure)
+        self.run_folder.write_cell(
+            cell.id,
+            config=cell.settings.to_tree(),
+            schedule=outcome.schedule.to_json(),
+            records=outcome.records,
+            steps=outcome.steps,
+            summary=row,
+        )
+        self.rows[cell.id] = row
+        self._write_csv()
+        progress.end(cell, row["status"], outcome.failure)
+        return outcome
+
+    def _top_k(self, cell: Cell) -> int | None:
+        checkpoint = self.prepared.checkpoint(cell)
+        return checkpoint.top_k if checkpoint else None
+
+    def _all_rows(self) -> list[dict[str, Any]]:
+        return [
+            self.rows.get(c.id) or not_run(c, top_k=self._top_k(c)) for c in self.prepared.cells
+        ]
+
+    def _write_csv(self) -> None:
+        write_csv(self.run_folder, self._all_rows())
+
+    def write_results(self) -> None:
+        """`results.csv` and `report.html` from all that is there, and `latest`."""
+        self._write_csv()
+        self.report = write_report(self.run_folder)
+        self.run_folder.point_latest()
+
+    def close(self) -> int:
+        """Say how it went; gives the exit status."""
+        rows = self._all_rows()
+        self.console.print(terminal_table(rows))
+        if self.problem is not None:
+            self.console.print(
+                f"error: {self.problem}", style="red", markup=False, highlight=False, soft_wrap=True
+            )
+        print(f"results: {_near(self.run_folder.path / 'results.csv')}")
+        print(f"report:  {_near(self.report)}")
+        if self.status == OK and (self.problem or any(r["status"] != "ok" for r in rows)):
+            return SOME_FAILED
+        return self.status
+
+
+def _open_run(
+    prepared: Prepared, settings: Settings, argv: Sequence[str]
+) -> tuple[RunFolder, frozenset[str]]:
+    """The run's folder with its plan, and the cells that it has finished already."""
+    report = settings.report
+    if report.resume is not None:
+        run = RunFolder.open(Path(report.resume))
+        planned, wanted = set(run.planned_ids()), {c.id for c in prepared.cells}
+        if planned != wanted:
+            raise ResultsError(
+                f"report.resume={report.resume}: that run was of other cells "
+                f"({len(planned - wanted)} of its {len(planned)} are not asked for now, "
+                f"{len(wanted - planned)} are new); give the same settings, data and versions, or "
+                "take null"
+            )
+        finished = frozenset(i for i in run.cell_ids() if run.summary(i).get("status") == "ok")
+        for unfinished in set(run.cell_ids()) - finished:
+            run.discard_cell(unfinished)
+        return run, finished
+    now = datetime.now().astimezone()
+    run = RunFolder.create(Path(report.folder), report.name, now)
+    first = prepared.checkpoint(prepared.cells[0])
+    run.write_plan(
+        plan_tree(
+            name=report.name,
+            created=now,
+            cells=prepared.cells,
+            top_k=first.top_k if first else None,
+            provenance=collect(argv),
+            notes={"hashes": dict(prepared.hashes), "caches": _cache_policy(prepared.cells)},
+        )
+    )
+    for workload, loaded in prepared.workloads.items():
+        run.write_samples(workload, loaded.samples)
+    return run, frozenset()
+
+
+def _cache_policy(cells: Sequence[Cell]) -> str:
+    policies = {c.settings.load.caches for c in cells}
+    words = {
+        "cold": "cold: prefix, processor and encoder caches are emptied before the warm-up of each "
+        "cell and again before its measured requests; warm-up requests use other samples",
+        "warm": "warm: no cache is emptied; warm-up requests use other samples",
+    }
+    return "; ".join(words[p] for p in sorted(policies))
+
+
+def _near(path: Path) -> str:
+    """A path as it is reached from here, or in full if it lies elsewhere."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
+
+
+class _terminations:
+    """While open, SIGTERM ends the sweep as Ctrl-C does; the value is true once it came."""
+
+    def __enter__(self) -> list[int]:
+        self._came: list[int] = []
+        self._before = signal.signal(signal.SIGTERM, self._on_term)
+        return self._came
+
+    def _on_term(self, number: int, frame: object) -> None:
+        self._came.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
