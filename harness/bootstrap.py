@@ -384,7 +384,7 @@ class Runner:
 
     def _follow(self, child: subprocess.Popen[bytes], title: str) -> str:
         assert child.stdout is not None
-        output, rest, gist, heard = "", "", "starting", time.monotonic()
+        output, rest, gist, heard = "", "", "working", time.monotonic()
         with self.layout.log.open("a", encoding="utf-8") as log, selectors.DefaultSelector() as ear:
             log.write(f"\n$ {title}\n")
             ear.register(child.stdout, selectors.EVENT_READ)
@@ -463,14 +463,14 @@ def no_such_release(output: str) -> bool:
     return "No matching distribution found" in output and not _NO_NETWORK.search(output)
 
 
-def explain(output: str, log: Path) -> str:
+def explain(output: str, log: Path, index: str = "the package index") -> str:
     """What a failed pip means and what to do about it, in one line."""
     if re.search(r"No space left on device|Errno 28\b|Disk quota exceeded", output):
         return f"the disk is full; make room (pip unpacks into TMPDIR and .venv), {AGAIN}"
     if match := _NO_NETWORK.search(output):
         return (
-            f"the package index cannot be reached ({match.group(0)}); check the network, the proxy "
-            f"and PIP_INDEX_URL, {AGAIN}"
+            f"{index} cannot be reached ({match.group(0)}); check the network, the proxy and "
+            f"PIP_INDEX_URL, {AGAIN}"
         )
     if "ResolutionImpossible" in output:
         clash = re.search(r"Cannot install (.+?) because these package versions", output)
@@ -478,8 +478,8 @@ def explain(output: str, log: Path) -> str:
         return f"no set of versions fits {what}; relax PIP_CONSTRAINT or your pip.conf, see {log}"
     if match := re.search(r"No matching distribution found for (.+)", output):
         return (
-            f"the package index has no {match.group(1).strip()} for this Python and processor; "
-            f"use an index that has it (PIP_INDEX_URL), {AGAIN}"
+            f"{index} has no {match.group(1).strip()} for this Python and processor; use one that "
+            f"has it (PIP_INDEX_URL), {AGAIN}"
         )
     if re.search(r"Permission denied|Errno 13\b", output):
         return f"a file may not be written; give yourself the .venv folder, {AGAIN}; see {log}"
@@ -588,12 +588,14 @@ def install(layout: Layout, extras: Sequence[str], runner: Runner) -> None:
         version = torch_version((layout.root / "pyproject.toml").read_text(encoding="utf-8"))
         torch = f"torch=={version}+cpu"
         runner.terminal.stage(f"installing {torch}")
+        index = "the package index"
         status, output = run(torch)
         if status != 0 and no_such_release(output):
-            runner.terminal.stage(f"the default package index has none; trying {TORCH_CPU_INDEX}")
-            status, output = run(torch, "--index-url", TORCH_CPU_INDEX)
+            index = TORCH_CPU_INDEX
+            runner.terminal.stage(f"the package index has no CPU build; trying {index}")
+            status, output = run(torch, "--index-url", index)
         if status != 0:
-            raise SetupError(explain(output, layout.log))
+            raise SetupError(explain(output, layout.log, index))
     what = f".[{','.join(extras)}]" if extras else "."
     size = {"cpu": " (about 1 GB to download)", "gpu": " (several GB to download)"}
     hint = next((size[e] for e in ENGINES if e in extras), "")
@@ -705,8 +707,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--extra cpu and --extra gpu exclude each other")
     root = Path(__file__).resolve().parent.parent
     terminal = Terminal(sys.stdout)
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGINT, _stop)
+    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _stop)
     try:
         set_up(Layout(root, (root / options.venv).absolute()), options.extra, terminal)
     except SetupError as error:

@@ -1,8 +1,8 @@
 """What this machine has for a sweep, what is missing, and how to get it.
 
 `python -m harness.doctor [--json]` prints a line a finding and exits with 0 if a sweep can run,
-else 1. It imports nothing but the standard library, so that it also runs where nothing is installed yet;
-what could crash a process (importing torch on an unfit processor) is tried in another one.
+else 1. It imports nothing but the standard library, so that it also runs where nothing is installed
+yet; what could crash a process (importing torch on an unfit processor) is tried in another one.
 
 A `read_…` function looks at the machine, a `judge_…` function turns what was read into a finding.
 """

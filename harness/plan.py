@@ -93,10 +93,29 @@ def _by_first_use(cells: Sequence[Cell], key: Callable[[Cell], Hashable]) -> lis
 
 
 def _hash(settings: Settings, fingerprints: Mapping[str, str]) -> str:
+    idle = _idle(settings)
     tree = {
-        group: {k: v for k, v in values.items() if k not in _NOT_IN_THE_HASH.get(group, ())}
+        group: {
+            k: v
+            for k, v in values.items()
+            if k not in _NOT_IN_THE_HASH.get(group, ()) and f"{group}.{k}" not in idle
+        }
         for group, values in settings.to_tree().items()
         if group not in _GROUPS_NOT_IN_THE_HASH
     }
     text = json.dumps([tree, dict(fingerprints)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _idle(settings: Settings) -> set[str]:
+    """Settings that nothing reads, given the others."""
+    idle = set()
+    if settings.routing.policy != "sere":
+        idle.add("routing.similarity_threshold")
+    if settings.routing.policy != "topk":
+        idle.add("routing.renormalize")
+    if settings.vision.retain_ratio == 1:
+        idle |= {"vision.min_tokens_per_image", "vision.layer"}
+    if settings.load.arrival != "gamma":
+        idle.add("load.burstiness")
+    return idle

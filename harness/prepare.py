@@ -41,6 +41,10 @@ class Prepared:
         """The model of a cell."""
         return self.checkpoints[cell.settings.model.path]
 
+    def top_k(self, settings: Settings) -> int | None:
+        """Experts per token of the model that `settings` name; `None` if none or not known."""
+        return _top_k(self.checkpoints[settings.model.path])
+
 
 def prepare(settings: Sequence[Settings]) -> Prepared:
     """Read and check all that the settings name, build what is bundled, and make the plan of cells.
@@ -63,8 +67,7 @@ def prepare(settings: Sequence[Settings]) -> Prepared:
         raise SettingsError("\n".join(dict.fromkeys(findings)))
 
     def top_k(s: Settings) -> int | None:
-        checkpoint = checkpoints[s.model.path]
-        return checkpoint.top_k if checkpoint else None
+        return _top_k(checkpoints[s.model.path])
 
     def fingerprints(s: Settings) -> dict[str, str]:
         checkpoint = checkpoints[s.model.path]
@@ -116,6 +119,10 @@ def similarity_path(s: Settings, checkpoint: Checkpoint | None) -> str:
             f"`python -m harness.calibrate {checkpoint.path}`, or take routing.policy=topk"
         )
     return str(beside)
+
+
+def _top_k(checkpoint: Checkpoint | None) -> int | None:
+    return checkpoint.top_k if checkpoint else None
 
 
 def _checkpoint(s: Settings) -> Checkpoint | None:

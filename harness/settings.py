@@ -193,16 +193,16 @@ def _build(prefix: str, cls: type, tree: Mapping[str, Any], findings: list[str])
             continue
         value = tree[f.name]
         kind, optional = _unwrap(hints[f.name])
-        words = (check.takes if check else _KIND_WORDS[kind]) + (
-            ", or null" if optional and not (check and "null" in check.takes) else ""
-        )
+        words = check.takes if check else _KIND_WORDS[kind]
+        if kind is int:
+            words = words.replace("a number", "a whole number")
+        if optional and "null" not in words:
+            words += ", or null"
         if value is None and optional:
             values[f.name] = None
             continue
         converted = _convert(kind, value)
         if converted is None:
-            if kind is int and check and "number" in words:
-                words = words.replace("a number", "a whole number")
             findings.append(f"{key}={value!r}: takes {words}")
         elif check and not check.test(converted):
             findings.append(f"{key}={value!r}: takes {words}")

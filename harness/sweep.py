@@ -116,7 +116,8 @@ class _Sweep:
                 progress.requests,
             )
         )
-        row = summarize(cell, outcome.records, top_k=self._top_k(cell), failure=outcome.failure)
+        top_k = self.prepared.top_k(cell.settings)
+        row = summarize(cell, outcome.records, top_k=top_k, failure=outcome.failure)
         self.run_folder.write_cell(
             cell.id,
             config=cell.settings.to_tree(),
@@ -130,13 +131,10 @@ class _Sweep:
         progress.end(cell, row["status"], outcome.failure)
         return outcome
 
-    def _top_k(self, cell: Cell) -> int | None:
-        checkpoint = self.prepared.checkpoint(cell)
-        return checkpoint.top_k if checkpoint else None
-
     def _all_rows(self) -> list[dict[str, Any]]:
         return [
-            self.rows.get(c.id) or not_run(c, top_k=self._top_k(c)) for c in self.prepared.cells
+            self.rows.get(c.id) or not_run(c, top_k=self.prepared.top_k(c.settings))
+            for c in self.prepared.cells
         ]
 
     def _write_csv(self) -> None:
@@ -184,13 +182,12 @@ def _open_run(
         return run, finished
     now = datetime.now().astimezone()
     run = RunFolder.create(Path(report.folder), report.name, now)
-    first = prepared.checkpoint(prepared.cells[0])
     run.write_plan(
         plan_tree(
             name=report.name,
             created=now,
             cells=prepared.cells,
-            top_k=first.top_k if first else None,
+            top_k=prepared.top_k,
             provenance=collect(argv),
             notes={"hashes": dict(prepared.hashes), "caches": _cache_policy(prepared.cells)},
         )

@@ -83,9 +83,8 @@ def serve_environment(engine: EngineSettings, base: Mapping[str, str]) -> dict[s
 
 def _allowed_plugins(with_ours: bool, allowed: str | None) -> list[str]:
     """Every other plugin stays as it would have been: the list is for all of vLLM's plugin groups."""
-    names = sorted(
-        {e.name for e in importlib.metadata.entry_points() if e.group.startswith("vllm.")} - {PLUGIN}
-    )
+    found = (e for d in importlib.metadata.distributions() for e in d.entry_points)
+    names = sorted({e.name for e in found if e.group.startswith("vllm.")} - {PLUGIN})
     if allowed is not None:
         names = [n for n in names if n in allowed.split(",")]
     return names + ([PLUGIN] if with_ours else [])

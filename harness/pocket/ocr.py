@@ -115,7 +115,7 @@ def _item(images: Path, index: int, images_per_item: int, seed: int) -> dict[str
     several = images_per_item > 1
     item: dict[str, Any] = {
         "dataset_name": DATASET_NAME,
-        "id": str(index),
+        "id": index,
         "type": kind.type,
         "question": QUESTION_SEVERAL.format(n=images_per_item) if several else QUESTION_ONE,
         "answers": [" ".join(strings)],

@@ -40,11 +40,11 @@ FAMILY_NOISE = (0.08, 0.22)
 
 GAINS: dict[str, float] = {
     "embedding": 1.0,
-    "attention_sharpness": 1.6,
+    "attention_sharpness": 2.4,
     "attention_out": 1.5,
     "router": 1.6,
     "expert_in": 1.0,
-    "expert_out": 2.5,
+    "expert_out": 3.75,
     "output": 3.0,
     "silent_output": 0.01,
     "vision_positions": 0.3,

@@ -161,7 +161,7 @@ def _choice(
         "type": "quantitative",
         "title": title,
         "scale": _y_scale(column, rows),
-        "axis": {"format": "~g"},
+        "axis": {"format": ",.6~r"},
     }
     specs = tuple(_spec(axis, y, rows, any(other.values())) for axis in axes)
     return Choice(label, column.name, specs, _note(column, title, rows))
@@ -243,8 +243,8 @@ def _x(axis: Axis, here: Sequence[Any]) -> dict[str, Any]:
     return {
         **x,
         "type": "quantitative",
-        "scale": {"zero": False, "nice": False, "padding": 16},
-        "axis": {"grid": False, "format": "~g", **ticks},
+        "scale": {"domain": [here[0], here[-1]], "nice": False, "padding": 16},
+        "axis": {"grid": False, "format": ",.6~r", **ticks},
     }
 
 
@@ -268,7 +268,7 @@ def _tooltip(
 ) -> list[dict[str, Any]]:
     lines = [{"field": _axis_field(a), "type": "nominal", "title": a.title} for a in (axis, *rest)]
     lines.append(
-        {"field": y["field"], "type": "quantitative", "title": y["title"], "format": ".4~g"}
+        {"field": y["field"], "type": "quantitative", "title": y["title"], "format": ",.4~r"}
     )
     if has_other:
         lines.append({"field": "other", "type": "nominal", "title": "Other settings"})

@@ -195,11 +195,8 @@ class RunFolder:
         """The cell's schedule as JSON text."""
         path = self._part(cell_id, "schedule.json")
         data = _read(path)
-        try:
-            json.loads(data)
-            return data.decode()
-        except ValueError as error:
-            raise ResultsError(f"{path}: damaged, not JSON: {error}") from None
+        trees.from_json(data, str(path))
+        return data.decode()
 
     def records(self, cell_id: str) -> tuple[RequestRecord, ...]:
         """The cell's records, in the order of the schedule."""

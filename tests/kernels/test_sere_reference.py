@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Any
 
 import pytest
@@ -72,29 +74,27 @@ SIMILARITIES = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
 @st.composite
-def cases(draw: st.DrawFn, *, min_rows: int = 1) -> Case:
+def cases(draw: st.DrawFn) -> Case:
+    # Shapes and settings are Hypothesis's; it is slow at filling tables, so that a seed does that.
     experts = draw(st.integers(2, 9))
     slots = draw(st.integers(1, 5))
-    rows = draw(st.integers(min_rows, 6))
+    rows = draw(st.integers(1, 6))
+    r = Random(draw(st.integers(0, 2**32)))
 
-    def table(element: st.SearchStrategy[Any], height: int, width: int) -> list[list[Any]]:
-        row = st.lists(element, min_size=width, max_size=width)
-        return draw(st.lists(row, min_size=height, max_size=height))
+    def table(values: Sequence[Any], height: int, width: int) -> list[list[Any]]:
+        return [r.choices(values, k=width) for _ in range(height)]
 
-    similarity = table(st.sampled_from(SIMILARITIES), experts, experts)
+    similarity = table(SIMILARITIES, experts, experts)
     for i in range(experts):
         similarity[i][i] = 1.0
-    protected = st.lists(st.booleans(), min_size=experts, max_size=experts)
     return Case(
-        ids=table(st.integers(-1, experts - 1), rows, slots),
-        weights=table(st.sampled_from(WEIGHTS), rows, slots),
-        kinds=draw(
-            st.lists(
-                st.sampled_from([DECODE, DECODE, PREFILL, PADDING]), min_size=rows, max_size=rows
-            )
-        ),
+        ids=table(range(-1, experts), rows, slots),
+        weights=table(WEIGHTS, rows, slots),
+        kinds=r.choices([DECODE, DECODE, PREFILL, PADDING], k=rows),
         similarity=similarity,
-        protected=draw(st.one_of(st.just([False] * experts), protected)),
+        protected=[r.random() < 0.4 for _ in range(experts)]
+        if draw(st.booleans())
+        else [False] * experts,
         primary=draw(st.integers(1, slots + 1)),
         threshold=draw(st.sampled_from([0.0, 0.25, 0.5, 0.6, 1.0])),
     )
@@ -169,7 +169,7 @@ def topk_by_hand(case: Case, renormalize: bool) -> tuple[list[list[int]], list[l
 
 
 @given(cases())
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=500, deadline=None)
 def test_sere_follows_the_rule(case: Case) -> None:
     assert case.sere() == sere_by_hand(case)
 
@@ -290,8 +290,8 @@ def test_padding_rows_neither_change_nor_count(case: Case, data: st.DataObject) 
 @settings(max_examples=200, deadline=None)
 def test_slot_order_does_not_matter(case: Case, data: st.DataObject) -> None:
     """An expert's fate depends on its weight, not on the slot that it arrived in."""
-    for row in case.ids:
-        assume(len(set(row)) == len(row))
+    # With an expert twice in a row, which of its slots is heavier may matter.
+    assume(all(len(set(row)) == len(row) for row in case.ids))
     order_ = data.draw(st.permutations(range(case.slots)))
     shuffled = replace(
         case,
@@ -402,7 +402,7 @@ def test_expert_set_is_the_set_of_counted_experts(case: Case, data: st.DataObjec
 
 
 @given(cases(), st.booleans(), st.booleans())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_topk_drops_all_but_the_heaviest(case: Case, renormalize: bool, as_tensor: bool) -> None:
     ids, weights, kinds = case.tensors()
     new_ids, new_weights = topk(

@@ -85,8 +85,12 @@ class RoutingLever:
     def top_k(self) -> int:
         return next(iter(self.layers.values())).top_k
 
+    @torch.inference_mode(False)
     def _allocate(self, device: torch.device) -> None:
-        """Make the tensors that graphs will be captured with, on the first step (vLLM's profiling)."""
+        """Make the tensors that graphs will be captured with, on the first step (vLLM's profiling).
+
+        Ordinary tensors, though a step runs in inference mode: they are rewritten between steps too.
+        """
         n, e = len(self.layers), self.experts
         self._rank = {index: i for i, index in enumerate(sorted(self.layers))}
         self.log = StepLog(n, device)
@@ -100,6 +104,7 @@ class RoutingLever:
         self.renormalize = torch.ones(1, dtype=torch.bool, device=device)
         self.calls = torch.zeros(n, dtype=torch.int64, device=device)
 
+    @torch.inference_mode(False)
     def reserve_rows(self, rows: int, device: torch.device) -> None:
         """Room for the kinds of a step's rows; called before the first step."""
         if self.layers and self.log is None:

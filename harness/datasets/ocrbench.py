@@ -1,0 +1,213 @@
+"""OCRBench (version 1): 1,000 questions about text in pictures, and whatever shares its format.
+
+The public file is ``OCRBench/json_files/OCRBench.json`` of github.com/Yuliang-Liu/MultimodalOCR
+(earlier ``OCRBench/OCRBench/OCRBench.json``), its pictures a separate archive linked there, unpacked
+as ``OCRBench_Images`` (paper: arXiv 2305.07895). The benchmark selects from 29 data sets, each under
+terms of its own, mostly for research only; nothing of it is bundled here, and whoever downloads it
+accepts those terms.
+
+Format: a list of objects with ``dataset_name``, ``id``, ``type``, ``question``, ``answers`` and
+``image_path``. Its quirks, all accepted: ``answers`` is a string in most items and a list in the
+others; ``id`` is a number that repeats across (and within) its source data sets; items are grouped by
+type, so that the first hundreds are of one kind. An addition of ours: ``image_paths``, a list, for
+items with several pictures; it then takes the place of ``image_path``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from PIL import Image as PillowImage
+
+from harness.datasets.errors import DatasetError
+from harness.datasets.sample import Image, Message, Sample, Text
+
+SCORER = "ocrbench"
+IMAGE_FOLDER = "OCRBench_Images"
+
+
+@dataclass(frozen=True)
+class Item:
+    """One entry of the JSON file, checked; pictures are not read yet.
+
+    Attributes:
+        id: unique within the file: ``dataset_name/id``, and ``#2``, ``#3`` … on repeats.
+        image_paths: as written in the file, in order; at least one.
+    """
+
+    id: str
+    dataset_name: str
+    type: str
+    question: str
+    answers: tuple[str, ...]
+    image_paths: tuple[str, ...]
+
+
+def load(path: Path, *, samples: int, seed: int) -> tuple[Sample, ...]:
+    """Draw samples from an OCRBench JSON file, stratified by ``type``.
+
+    Every type gets its share of `samples`, rounded so that the sum is exact; within a type, and for
+    the order of the result, items are ranked by a hash of seed and id. The same file, number and
+    seed give the same samples in the same order.
+
+    Args:
+        path: the JSON file. Pictures are looked up relative to its folder, then to an
+            ``OCRBench_Images`` folder beside it or beside its folder.
+        samples: how many, >= 1.
+        seed: draws them.
+
+    Returns:
+        One user turn each: the pictures in order, then the question.
+
+    Raises:
+        DatasetError: the file cannot be read, an item is malformed (its index and field are named),
+            it holds fewer items than asked for, or a drawn picture is missing or broken.
+    """
+    if samples < 1:
+        raise DatasetError(f"samples={samples}: takes a whole number >= 1")
+    items = read_items(path)
+    if len(items) < samples:
+        raise DatasetError(f"{path}: {samples} samples asked for, but it holds {len(items)} items")
+    return tuple(_sample(path, item) for item in stratified(items, samples, seed))
+
+
+def read_items(path: Path) -> tuple[Item, ...]:
+    """All entries of the file, checked.
+
+    Raises:
+        DatasetError: as `load`, except for pictures, which are not opened.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DatasetError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DatasetError(f"{path}: not JSON in UTF-8 ({error})") from error
+    if not isinstance(entries, list):
+        raise DatasetError(f"{path}: expected a list of items, found {type(entries).__name__}")
+    seen: Counter[str] = Counter()
+    return tuple(_item(path, index, entry, seen) for index, entry in enumerate(entries))
+
+
+def stratified(items: Sequence[Item], samples: int, seed: int) -> tuple[Item, ...]:
+    """`samples` of the items, each type in proportion to its size (largest remainder).
+
+    Ties in the rounding go to the type that comes first in the file.
+    """
+    ranked = sorted(items, key=lambda item: _rank(seed, item.id))
+    sizes = Counter(item.type for item in items)
+    shares = {kind: samples * size / len(items) for kind, size in sizes.items()}
+    quota = {kind: int(share) for kind, share in shares.items()}
+    by_remainder = sorted(quota, key=lambda kind: quota[kind] - shares[kind])
+    for kind in by_remainder[: samples - sum(quota.values())]:
+        quota[kind] += 1
+    chosen = []
+    for item in ranked:
+        if quota[item.type] > 0:
+            quota[item.type] -= 1
+            chosen.append(item)
+    return tuple(chosen)
+
+
+def _rank(seed: int, name: str) -> str:
+    return hashlib.sha256(f"{seed}/{name}".encode()).hexdigest()
+
+
+def _item(path: Path, index: int, entry: Any, seen: Counter[str]) -> Item:
+    def wrong(field: str, takes: str) -> DatasetError:
+        found = entry.get(field, "nothing")
+        return DatasetError(f"{path}: item {index}: {field}: expected {takes}, found {found!r:.80}")
+
+    if not isinstance(entry, Mapping):
+        raise DatasetError(f"{path}: item {index}: expected an object, found {entry!r:.80}")
+    for field in ("dataset_name", "type", "question"):
+        if not isinstance(entry.get(field), str) or not entry[field].strip():
+            raise wrong(field, "a text")
+    number = entry.get("id")
+    if isinstance(number, bool) or not isinstance(number, int | str) or number == "":
+        raise wrong("id", "a number or a text")
+    answers = entry.get("answers")
+    answers = [answers] if isinstance(answers, str) else answers
+    if not _texts(answers):
+        raise wrong("answers", "a text, or a list of texts")
+    if "image_paths" in entry:
+        images = entry["image_paths"]
+        if not _texts(images):
+            raise wrong("image_paths", "a list of file names")
+    else:
+        images = [entry.get("image_path")]
+        if not _texts(images):
+            raise wrong("image_path", "a file name")
+    name = f"{entry['dataset_name']}/{number}"
+    seen[name] += 1
+    return Item(
+        id=name if seen[name] == 1 else f"{name}#{seen[name]}",
+        dataset_name=entry["dataset_name"],
+        type=entry["type"],
+        question=entry["question"],
+        answers=tuple(answers),
+        image_paths=tuple(images),
+    )
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(isinstance(v, str) and v for v in value)
+
+
+def _sample(path: Path, item: Item) -> Sample:
+    images = tuple(_image(path, item, name) for name in item.image_paths)
+    return Sample(
+        id=item.id,
+        messages=(Message("user", (*images, Text(item.question))),),
+        references=item.answers,
+        scorer=SCORER,
+        category=item.type,
+        metadata=MappingProxyType(
+            {
+                "dataset_name": item.dataset_name,
+                "type": item.type,
+                "image_paths": list(item.image_paths),
+            }
+        ),
+    )
+
+
+def _image(path: Path, item: Item, name: str) -> Image:
+    folder = path.parent
+    places = [folder / name, folder / IMAGE_FOLDER / name, folder.parent / IMAGE_FOLDER / name]
+    file = next((place for place in places if place.is_file()), None)
+    if file is None:
+        looked = ", ".join(str(place) for place in places)
+        raise DatasetError(f"{path}: {item.id}: picture {name} not found; looked for {looked}")
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise DatasetError(f"{file}: cannot be read ({error.strerror})") from error
+    return Image(data, _media_type(file, data), name)
+
+
+def _media_type(file: Path, data: bytes) -> str:
+    """The IANA type of an encoded picture, once it is known to decode.
+
+    Raises:
+        DatasetError: it does not.
+    """
+    try:
+        with PillowImage.open(io.BytesIO(data)) as picture:
+            kind = PillowImage.MIME.get(picture.format or "", "")
+            # `verify` checks structure only in some formats; decoding finds truncation in all.
+            picture.load()
+    # Pillow's decoders raise these, SyntaxError included, for bytes that are no valid picture.
+    except (OSError, ValueError, SyntaxError, PillowImage.DecompressionBombError) as error:
+        raise DatasetError(f"{file}: not a picture that can be decoded ({error})") from error
+    if not kind:
+        raise DatasetError(f"{file}: format {picture.format} has no media type")
+    return kind

@@ -1,0 +1,290 @@
+"""What the servers ought to say, computed another way: Transformers in fp32, and nothing of ours.
+
+The whole images go through the vision encoder; the attention that every patch receives in its last
+layer is summed by hand; the rows that a turn's budget does not cover are cut out of the prompt, as
+they are out of the DeepStack features; what is left keeps the positions of the uncut prompt.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoProcessor, DynamicCache, Qwen3VLMoeForConditionalGeneration
+from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import apply_rotary_pos_emb_vision
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An encoded conversation, before any pruning.
+
+    Attributes:
+        ids: [tokens].
+        positions: [3, tokens], of Transformers' `get_rope_index`.
+        embeds: [tokens, hidden], image features in place.
+        deepstack: a [vision tokens, hidden] for each level.
+        scores: [vision tokens], attention received, averaged over merge units.
+        image_of: [vision tokens], image that each belongs to.
+        turn_of: turn of each image.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    embeds: Tensor
+    deepstack: list[Tensor]
+    scores: Tensor
+    image_of: Tensor
+    turn_of: list[int]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A greedy answer.
+
+    Attributes:
+        ids: its tokens.
+        logprobs: of each of them.
+        gaps: how far each lies above the runner-up.
+        prompt_tokens: tokens of the pruned prompt.
+        images: (before, after) for each image.
+        margin: smallest distance between a kept and a dropped score of a turn; inf if none was dropped.
+    """
+
+    ids: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+    prompt_tokens: int
+    images: list[tuple[int, int]]
+    margin: float
+
+
+@dataclass(frozen=True)
+class Rerouting:
+    """SERE for a batch of one decode row: its own heaviest experts are all that there is to move to.
+
+    Attributes:
+        similarity: [layers, experts, experts].
+        primary: K.
+        threshold: rho.
+        protected: [layers, experts] bool.
+    """
+
+    similarity: Tensor
+    primary: int
+    threshold: float
+    protected: Tensor
+
+
+class Oracle:
+    """A checkpoint in Transformers, fp32, eager attention, on the CPU."""
+
+    def __init__(self, path: Path) -> None:
+        self.processor = AutoProcessor.from_pretrained(path)
+        self.model = Qwen3VLMoeForConditionalGeneration.from_pretrained(
+            path,
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        ).eval()
+
+    @torch.no_grad()
+    def encode(self, messages: list[dict[str, Any]], images: list[Image.Image]) -> Prompt:
+        """Run the vision encoder over whole images and lay out the unpruned prompt."""
+        text = self.processor.apply_chat_template(
+            copy.deepcopy(messages),  # it rewrites what it is given
+            tokenize=False,
+            add_generation_prompt=True,
+        )
+        batch = self.processor(text=[text], images=images or None, return_tensors="pt")
+        ids = batch["input_ids"]
+        core = self.model.model
+        embeds = core.get_input_embeddings()(ids)[0]
+        grids = batch.get("image_grid_thw")
+        types = (ids == self.model.config.image_token_id).int()
+        positions, _ = core.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grids)
+        nothing = torch.zeros(0)
+        if grids is None:
+            return Prompt(ids[0], positions[:, 0], embeds, [], nothing, nothing.long(), [])
+
+        attention = core.visual.blocks[-1].attn
+        with _inputs_of(attention) as seen:
+            features = core.get_image_features(batch["pixel_values"], grids)
+        embeds[types[0].bool()] = torch.cat(features.pooler_output)
+        scores = [_received(attention, *seen, image) for image in range(len(grids))]
+        return Prompt(
+            ids=ids[0],
+            positions=positions[:, 0],
+            embeds=embeds,
+            deepstack=[torch.cat(level) for level in features.deepstack_features],
+            scores=torch.cat([s.view(-1, 4).mean(1) for s in scores]),
+            image_of=torch.cat([torch.full((len(s) // 4,), i) for i, s in enumerate(scores)]),
+            turn_of=self._turns(ids[0].tolist()),
+        )
+
+    def _turns(self, ids: list[int]) -> list[int]:
+        """Turn of each image: how many ends of turn come before it."""
+        end = self.processor.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        start = self.model.config.vision_start_token_id
+        turns, ended = [], 0
+        for token in ids:
+            ended += token == end
+            if token == start:
+                turns.append(ended)
+        return turns
+
+    @torch.no_grad()
+    def answer(
+        self,
+        prompt: Prompt,
+        tokens: int,
+        retain_ratio: str = "1",
+        *,
+        floor: int = 1,
+        rerouting: Rerouting | None = None,
+    ) -> Expected:
+        """Prune, then decode greedily. `retain_ratio` is a decimal numeral, and exact."""
+        kept, margin = _kept(prompt, Decimal(retain_ratio), floor)
+        is_image = prompt.ids == self.model.config.image_token_id
+        stays = torch.ones(len(prompt.ids), dtype=torch.bool)
+        stays[is_image] = kept
+        cache = DynamicCache(config=self.model.config.get_text_config())
+        logits = self._forward(
+            prompt.embeds[stays],
+            prompt.positions[:, stays],
+            cache,
+            visual_pos_masks=is_image[stays].unsqueeze(0) if prompt.deepstack else None,
+            deepstack_visual_embeds=[level[kept] for level in prompt.deepstack] or None,
+        )
+        # Text goes on where the unpruned prompt ended.
+        position = int(prompt.positions.max()) + 1
+        ids: list[int] = []
+        logprobs: list[float] = []
+        gaps: list[float] = []
+        with contextlib.ExitStack() as decoding:
+            if rerouting is not None:
+                decoding.enter_context(self._rerouted(rerouting))
+            for step in range(tokens):
+                best = logits.log_softmax(-1).topk(2)
+                ids.append(int(best.indices[0]))
+                logprobs.append(float(best.values[0]))
+                gaps.append(float(best.values[0] - best.values[1]))
+                if step < tokens - 1:
+                    embed = self.model.model.get_input_embeddings()(best.indices[:1])
+                    at = torch.full((3, 1), position + step)
+                    logits = self._forward(embed, at, cache)
+        images = range(len(prompt.turn_of))
+        return Expected(
+            ids,
+            logprobs,
+            gaps,
+            prompt_tokens=int(stays.sum()),
+            images=[
+                (int((prompt.image_of == i).sum()), int((prompt.image_of[kept] == i).sum()))
+                for i in images
+            ],
+            margin=margin,
+        )
+
+    def _forward(
+        self, embeds: Tensor, positions: Tensor, cache: DynamicCache, **vision: Any
+    ) -> Tensor:
+        """Logits of the last row."""
+        hidden = self.model.model.language_model(
+            inputs_embeds=embeds.unsqueeze(0),
+            position_ids=positions.unsqueeze(1),
+            past_key_values=cache,
+            use_cache=True,
+            **vision,
+        ).last_hidden_state
+        logits: Tensor = self.model.lm_head(hidden[0, -1])
+        return logits
+
+    @contextlib.contextmanager
+    def _rerouted(self, setting: Rerouting) -> Iterator[None]:
+        """While open, every layer's gate sends secondary experts to the row's own primaries."""
+        handles = []
+        for layer, block in enumerate(self.model.model.language_model.layers):
+
+            def move(
+                _module: nn.Module,
+                _args: Any,
+                out: tuple[Tensor, Tensor, Tensor],
+                layer: int = layer,
+            ) -> tuple[Tensor, Tensor, Tensor]:
+                logits, weights, ids = out
+                assert len(ids) == 1, "only decode steps are re-routed"
+                chosen = ids[0].tolist()  # heaviest first
+                primary = chosen[: setting.primary]
+                for slot in range(setting.primary, len(chosen)):
+                    row = setting.similarity[layer, chosen[slot]]
+                    # The lowest id among the most alike.
+                    to = max(sorted(primary), key=lambda v: float(row[v]))
+                    if float(row[to]) >= setting.threshold and not bool(
+                        setting.protected[layer, chosen[slot]]
+                    ):
+                        chosen[slot] = to
+                return logits, weights, torch.tensor([chosen])
+
+            handles.append(block.mlp.gate.register_forward_hook(move))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+@contextlib.contextmanager
+def _inputs_of(attention: nn.Module) -> Iterator[list[Any]]:
+    """While open, fills the list with what `attention` was called with: states, bounds, rotations."""
+    seen: list[Any] = []
+
+    def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.extend([args[0], kwargs["cu_seqlens"], kwargs["position_embeddings"]])
+
+    handle = attention.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _received(
+    attention: Any, states: Tensor, bounds: Tensor, rotations: tuple[Tensor, Tensor], image: int
+) -> Tensor:
+    """Attention that each patch of one image receives from all its patches, mean over heads."""
+    qkv = attention.qkv(states).view(len(states), 3, attention.num_heads, -1)
+    query, key = apply_rotary_pos_emb_vision(qkv[:, 0], qkv[:, 1], *rotations)
+    own = slice(int(bounds[image]), int(bounds[image + 1]))
+    q, k = query[own].transpose(0, 1).double(), key[own].transpose(0, 1).double()
+    weights = (q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])).softmax(-1)
+    return weights.sum(1).mean(0)
+
+
+def _kept(prompt: Prompt, ratio: Decimal, floor: int) -> tuple[Tensor, float]:
+    """Which vision tokens stay, and how narrowly the last of them won."""
+    kept = torch.zeros(len(prompt.scores), dtype=torch.bool)
+    margin = math.inf
+    for turn in sorted(set(prompt.turn_of)):
+        images = [i for i, t in enumerate(prompt.turn_of) if t == turn]
+        own = [j for j in range(len(kept)) if int(prompt.image_of[j]) in images]
+        ranked = sorted(own, key=lambda j: (-float(prompt.scores[j]), j))
+        floors: list[int] = []
+        for image in images:
+            floors += [j for j in ranked if int(prompt.image_of[j]) == image][:floor]
+        budget = max(int(ratio * len(own)), len(floors), 1)
+        chosen = floors + [j for j in ranked if j not in floors][: budget - len(floors)]
+        kept[chosen] = True
+        dropped = [float(prompt.scores[j]) for j in own if not kept[j]]
+        if dropped:
+            free = [float(prompt.scores[j]) for j in chosen if j not in floors]
+            margin = min([margin] + [s - max(dropped) for s in free])
+    return kept, margin
