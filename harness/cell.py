@@ -68,12 +68,14 @@ async def run_cell(
         _set_levers(engine, settings, similarity_path)
         run, telemetry = await _measure(engine, settings, workload, schedule, bodies, on_progress)
     except EngineError as e:
-        failure = engine.failure() or str(e)
-        records = tuple(
-            RequestRecord(b.request_id, b.sample_id, offset, error=f"not sent: {_first_line(failure)}")
+        stopped = e.reason if isinstance(e, _Stopped) else engine.failure()
+        reason = stopped or str(e)
+        error = f"not sent: {first_line(reason)}"
+        unsent = tuple(
+            RequestRecord(b.request_id, b.sample_id, offset, error=error)
             for b, offset in zip(bodies, schedule.offsets_s, strict=True)
         )
-        return CellOutcome(schedule, _scored(records, asked), None, failure, engine.failure())
+        return CellOutcome(schedule, _scored(unsent, asked), None, reason, stopped)
     records = _scored(_joined(run.records, telemetry), asked)
     failure = run.stopped or _broken_promise(records, asked, settings, telemetry)
     return CellOutcome(
@@ -133,7 +135,11 @@ async def _measure(
 
 
 class _Stopped(EngineError):
-    """The load was stopped before anything was measured."""
+    """The warm-up was stopped, so that nothing was measured; `reason` as in `LoadRun.stopped`."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
 
 
 def _warmup_load(load: LoadSettings, requests: int) -> LoadSettings:
@@ -204,13 +210,17 @@ def _broken_promise(
     if telemetry is None:
         return None
     if telemetry.lost_steps:
-        return f"telemetry of {telemetry.lost_steps} engine steps was lost; take fewer load.requests"
+        return (
+            f"telemetry of {telemetry.lost_steps} engine steps was lost; take fewer load.requests"
+        )
     vision = settings.vision
     for record, sample in zip(records, samples, strict=True):
         if not record.good or not sample.images:
             continue
         if record.images is None or len(record.images) != len(sample.images):
-            return f"request {record.request_id}: the engine does not say what it kept of its images"
+            return (
+                f"request {record.request_id}: the engine does not say what it kept of its images"
+            )
         start = 0
         for message in sample.messages:  # every turn has a budget of its own
             count = sum(isinstance(p, Image) for p in message.parts)
@@ -229,5 +239,6 @@ def _broken_promise(
     return None
 
 
-def _first_line(text: str) -> str:
+def first_line(text: str) -> str:
+    """The first line of a message that may go on with a log's tail."""
     return text.splitlines()[0] if text else text

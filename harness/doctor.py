@@ -60,7 +60,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Torch:
-    """What importing torch and torchvision in a process of their own gave.
+    """What importing torch and its companions in a process of their own gave.
 
     Attributes:
         version: of torch; empty if it is absent.
@@ -116,13 +116,16 @@ def judge_harness(version: str, requirements: Mapping[str, str]) -> Finding:
 
 
 _IMPORT_TORCH = """
-import json, torch
+import importlib.util, json, torch
 found = {"version": torch.__version__, "cuda": torch.version.cuda or "", "error": ""}
 found["sees_gpu"] = torch.cuda.is_available()
-try:
-    import torchvision
-except Exception as error:
-    found["error"] = "import torchvision: " + str(error).strip().split("\\n")[0]
+for name in ("torchvision", "torchaudio"):
+    try:
+        # vLLM does without torchaudio, but not with one that does not load.
+        if name == "torchvision" or importlib.util.find_spec(name):
+            importlib.import_module(name)
+    except Exception as error:
+        found["error"] = f"import {name}: " + str(error).strip().split("\\n")[0]
 print(json.dumps(found))
 """
 
@@ -148,7 +151,7 @@ def read_torch(python: str) -> Torch:
 
 
 def judge_torch(torch: Torch) -> Finding:
-    """Torch imports, and so does torchvision beside it."""
+    """Torch imports, and so do torchvision and torchaudio beside it."""
     if not torch.version:
         return Finding("torch", MISSING, "not installed", SET_UP)
     build = f"built for CUDA {torch.cuda}" if torch.cuda else "CPU build"

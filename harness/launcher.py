@@ -29,6 +29,7 @@ class SharedEngineLauncher(Launcher):
     def setup(
         self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig
     ) -> None:
+        """Take what Hydra hands over before `launch`."""
         self._context, self._config = hydra_context, config
 
     def launch(

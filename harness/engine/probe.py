@@ -21,9 +21,7 @@ _REQUEST_ID = "pruneroute-probe"
 _TOKENS = 4
 
 
-def probe(
-    url: str, model: str, headers: Mapping[str, str], levers: Levers, hooks: Hooks
-) -> Hooks:
+def probe(url: str, model: str, headers: Mapping[str, str], levers: Levers, hooks: Hooks) -> Hooks:
     """Send one request and see every counter move; leaves routing off and telemetry drained.
 
     Args:

@@ -62,6 +62,7 @@ def _die_with_parent() -> None:
 
 
 def main() -> int:
+    """Run the command until it ends or its owner lets go; gives its exit status."""
     grace_s, command = float(sys.argv[1]), sys.argv[2:]
     # Engine processes whose server was killed become this process's children, and can be reaped.
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER

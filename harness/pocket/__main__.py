@@ -10,6 +10,8 @@ from harness.pocket.model import ensure
 
 
 def main() -> int:
+    """Build if needed and print the path; gives the exit status."""
+    """Build the bundled model if needed and print where it is."""
     parser = argparse.ArgumentParser(prog="python -m harness.pocket", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="draws the weights (default 0)")
     seed = parser.parse_args().seed

@@ -56,15 +56,17 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         fill(draft)
         files = sorted(p for p in draft.rglob("*") if p.is_file())
         sizes = {p.relative_to(draft).as_posix(): p.stat().st_size for p in files}
+        for file in files:
+            file.chmod(0o644)  # some libraries write for the owner only
         (draft / MANIFEST).write_text(json.dumps(sizes, indent=1, sort_keys=True) + "\n")
         if folder.exists():
             # A folder cannot be swapped in one step everywhere; the old one steps aside first.
             aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.old.", dir=folder.parent))
-            os.rename(folder, aside / "old")
-            os.rename(draft, folder)
+            folder.rename(aside / "old")
+            draft.rename(folder)
             shutil.rmtree(aside)
         else:
-            os.rename(draft, folder)
+            draft.rename(folder)
     finally:
         if draft.exists():
             shutil.rmtree(draft)

@@ -99,5 +99,5 @@ def _write_weights(path: Path, r: Recipe, seed: int) -> dict[str, Any]:
     save_file(tensors, path, metadata={"format": "pt"})
     return {
         "metadata": {"total_size": sum(t.numel() * t.element_size() for t in tensors.values())},
-        "weight_map": {name: path.name for name in sorted(tensors)},
+        "weight_map": dict.fromkeys(sorted(tensors), path.name),
     }

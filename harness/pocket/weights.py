@@ -168,9 +168,7 @@ def _merger(r: Recipe, seed: int, at: str, *, norm: int) -> Iterator[tuple[str, 
     yield from _layer_norm(f"{at}.norm", norm)
     yield _linear(seed, f"{at}.linear_fc1.weight", merged, merged, 1.0)
     yield _bias(seed, f"{at}.linear_fc1.bias", merged)
-    yield _linear(
-        seed, f"{at}.linear_fc2.weight", r.hidden_size, merged, GAINS["vision_merger"]
-    )
+    yield _linear(seed, f"{at}.linear_fc2.weight", r.hidden_size, merged, GAINS["vision_merger"])
     yield _bias(seed, f"{at}.linear_fc2.bias", r.hidden_size)
 
 

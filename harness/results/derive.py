@@ -54,5 +54,11 @@ def _stored(run: RunFolder, cell_id: str, top_k: int | None) -> CellResult:
     cell = read_cell(cell_id, run.config(cell_id), source)
     failure = run.summary(cell_id).get("failure")
     records = run.records(cell_id)
-    row = summarize(cell, records, top_k=top_k, failure=None if failure is None else str(failure))
+    row = summarize(
+        cell,
+        records,
+        top_k=top_k,
+        failure=None if failure is None else str(failure),
+        steps=run.steps(cell_id),
+    )
     return CellResult(cell, records, row)

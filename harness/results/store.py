@@ -209,10 +209,9 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            with np.load(io.BytesIO(_read(path)), allow_pickle=False) as arrays:
-                return {name: arrays[name] for name in arrays.files}
-        except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, KeyError) as error:
-            raise ResultsError(f"{path}: damaged, not an .npz: {error}") from None
+            return unpack_steps(_read(path))
+        except ValueError as error:
+            raise ResultsError(f"{path}: {error}") from None
 
     def summary(self, cell_id: str) -> dict[str, Any]:
         """The cell's summary, as it was written when the cell ended."""
@@ -244,6 +243,19 @@ class RunFolder:
 
     def _tree(self, path: Path) -> dict[str, Any]:
         return trees.from_json(_read(path), str(path))
+
+
+def unpack_steps(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays of a cell's per-step telemetry, by name.
+
+    Raises:
+        ValueError: the bytes are no ``.npz``.
+    """
+    try:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in arrays.files}
+    except (ValueError, EOFError, zipfile.BadZipFile, AttributeError, KeyError) as error:
+        raise ValueError(f"damaged, not an .npz: {error}") from None
 
 
 def _read(path: Path) -> bytes:

@@ -1,9 +1,9 @@
-"""One row of `results.csv` from a cell's records. Nothing else goes in, so it can be done again."""
+"""One row of `results.csv` from a cell's records and step telemetry, as often as wanted."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -27,6 +27,7 @@ def summarize(
     *,
     top_k: int | None,
     failure: str | None = None,
+    steps: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """The cell's row.
 
@@ -35,6 +36,8 @@ def summarize(
         records: one for each measured request that got as far as having one, in any order.
         top_k: the model's experts per token; `None` if it has none.
         failure: why the cell as a whole failed; `None` if it ran to its end.
+        steps: per-step telemetry by array name (see `harness.engine.plugin.telemetry.pack_steps`),
+            where there is any.
 
     Returns:
         Column name → value, in the order of `COLUMNS`, then ``quality_<metric>`` and
@@ -66,7 +69,7 @@ def summarize(
         "output_tokens_per_s": rates.output_tokens(records),
         "prompt_tokens_mean": _mean(r.prompt_tokens for r in good),
         **_vision(good),
-        **_routing(records),
+        **_routing(steps),
         **_quality(records),
     }
 
@@ -131,19 +134,13 @@ def _vision(good: Sequence[RequestRecord]) -> dict[str, Any]:
     }
 
 
-def _routing(records: Sequence[RequestRecord]) -> dict[str, Any]:
-    """Means over the cell's decode steps, from what each request saw of them.
-
-    A step of n requests is in n records; weighing each record's steps by 1 / n counts it once.
-    """
-    counts = [r.routing for r in records if r.routing is not None and r.routing.steps > 0]
-    weights = [c.steps / max(c.batch_size, 1.0) for c in counts]
-    return {
-        "experts_before": _weighted([c.experts_before for c in counts], weights),
-        "experts_after": _weighted([c.experts_after for c in counts], weights),
-        "slots_moved": _weighted([c.slots_moved for c in counts], weights),
-        "decode_batch_size": _weighted([c.batch_size for c in counts], weights),
-    }
+def _routing(steps: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Means over the decode steps of the cell, and over layers."""
+    names = ("experts_before", "experts_after", "slots_moved")
+    if steps is None or not len(steps["decode_rows"]):
+        return dict.fromkeys((*names, "decode_batch_size"))
+    row: dict[str, Any] = {name: float(steps[name].mean()) for name in names}
+    return row | {"decode_batch_size": float(steps["decode_rows"].mean())}
 
 
 def _quality(records: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -164,10 +161,3 @@ def _ms(value_s: float | None) -> float | None:
 def _mean(values: Iterable[float | None]) -> float | None:
     present = [v for v in values if v is not None]
     return math.fsum(present) / len(present) if present else None
-
-
-def _weighted(values: Sequence[float], weights: Sequence[float]) -> float | None:
-    total = math.fsum(weights)
-    if not total:
-        return None
-    return math.fsum(v * w for v, w in zip(values, weights, strict=True)) / total

@@ -7,6 +7,7 @@ encoders without a CLS token; github.com/dvlab-research/VisionZip, Qwen2.5-VL po
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -48,7 +49,7 @@ def attention_received(
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != query.shape[0]:
         raise ValueError(f"cu_seqlens {bounds} must run from 0 to {query.shape[0]} tokens")
     scores = torch.empty(query.shape[0], dtype=torch.float32, device=query.device)
-    for start, end in zip(bounds, bounds[1:], strict=False):
+    for start, end in itertools.pairwise(bounds):
         if end <= start:
             raise ValueError(f"cu_seqlens {bounds} holds an empty image")
         keys = key[start:end].float().permute(1, 2, 0)

@@ -1,20 +1,21 @@
 """What the servers ought to say, computed another way: Transformers in fp32, and nothing of ours.
 
-The whole images go through the vision encoder; the attention that every patch receives in its last
-layer is summed by hand; the rows that a turn's budget does not cover are cut out of the prompt, as
-they are out of the DeepStack features; what is left keeps the positions of the uncut prompt.
+The whole images go through the vision encoder; the attention that every patch receives in one of
+its layers is summed by hand; the rows that a turn's budget does not cover are cut out of the
+prompt, as they are out of the DeepStack features; what is left keeps the uncut prompt's positions.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from PIL import Image
@@ -56,7 +57,7 @@ class Expected:
         gaps: how far each lies above the runner-up.
         prompt_tokens: tokens of the pruned prompt.
         images: (before, after) for each image.
-        margin: smallest distance between a kept and a dropped score of a turn; inf if none was dropped.
+        margin: how narrowly a token was kept, as a difference of scores; inf if all were.
     """
 
     ids: list[int]
@@ -67,21 +68,57 @@ class Expected:
     margin: float
 
 
+class Routing(Protocol):
+    """Changes one decode row's routes: expert ids, heaviest first, and their weights."""
+
+    def __call__(
+        self, layer: int, ids: list[int], weights: list[float]
+    ) -> tuple[list[int], list[float]]: ...
+
+
 @dataclass(frozen=True)
-class Rerouting:
-    """SERE for a batch of one decode row: its own heaviest experts are all that there is to move to.
+class Sere:
+    """Re-routing in a batch of one row: its own heaviest experts are all that it can move to.
 
     Attributes:
         similarity: [layers, experts, experts].
         primary: K.
         threshold: rho.
-        protected: [layers, experts] bool.
+        protected: (layer, expert) pairs that stay.
     """
 
     similarity: Tensor
     primary: int
     threshold: float
-    protected: Tensor
+    protected: frozenset[tuple[int, int]] = frozenset()
+
+    def __call__(
+        self, layer: int, ids: list[int], weights: list[float]
+    ) -> tuple[list[int], list[float]]:
+        new = list(ids)
+        for slot, expert in enumerate(ids):
+            alike = self.similarity[layer, expert].tolist()
+            # The lowest id among the most alike.
+            to = max(sorted(ids[: self.primary]), key=lambda v: alike[v])
+            stays = slot < self.primary or (layer, expert) in self.protected
+            if not stays and alike[to] >= self.threshold:
+                new[slot] = to
+        return new, weights
+
+
+@dataclass(frozen=True)
+class Topk:
+    """Only the `primary` heaviest experts, their weights scaled to the old sum or left alone."""
+
+    primary: int
+    renormalize: bool
+
+    def __call__(
+        self, layer: int, ids: list[int], weights: list[float]
+    ) -> tuple[list[int], list[float]]:
+        kept = weights[: self.primary]
+        scale = sum(weights) / sum(kept) if self.renormalize else 1.0
+        return ids[: self.primary], [w * scale for w in kept]
 
 
 class Oracle:
@@ -97,8 +134,16 @@ class Oracle:
         ).eval()
 
     @torch.no_grad()
-    def encode(self, messages: list[dict[str, Any]], images: list[Image.Image]) -> Prompt:
-        """Run the vision encoder over whole images and lay out the unpruned prompt."""
+    def encode(
+        self, messages: list[dict[str, Any]], images: list[Image.Image], layer: int = -1
+    ) -> Prompt:
+        """Run the vision encoder over whole images and lay out the unpruned prompt.
+
+        Args:
+            messages: in OpenAI's format.
+            images: theirs, in order.
+            layer: of the encoder, whose attention scores the tokens.
+        """
         text = self.processor.apply_chat_template(
             copy.deepcopy(messages),  # it rewrites what it is given
             tokenize=False,
@@ -115,7 +160,7 @@ class Oracle:
         if grids is None:
             return Prompt(ids[0], positions[:, 0], embeds, [], nothing, nothing.long(), [])
 
-        attention = core.visual.blocks[-1].attn
+        attention = core.visual.blocks[layer].attn
         with _inputs_of(attention) as seen:
             features = core.get_image_features(batch["pixel_values"], grids)
         embeds[types[0].bool()] = torch.cat(features.pooler_output)
@@ -149,7 +194,7 @@ class Oracle:
         retain_ratio: str = "1",
         *,
         floor: int = 1,
-        rerouting: Rerouting | None = None,
+        routing: Routing | None = None,
     ) -> Expected:
         """Prune, then decode greedily. `retain_ratio` is a decimal numeral, and exact."""
         kept, margin = _kept(prompt, Decimal(retain_ratio), floor)
@@ -170,8 +215,8 @@ class Oracle:
         logprobs: list[float] = []
         gaps: list[float] = []
         with contextlib.ExitStack() as decoding:
-            if rerouting is not None:
-                decoding.enter_context(self._rerouted(rerouting))
+            if routing is not None:
+                decoding.enter_context(self._routed(routing))
             for step in range(tokens):
                 best = logits.log_softmax(-1).topk(2)
                 ids.append(int(best.indices[0]))
@@ -209,32 +254,22 @@ class Oracle:
         return logits
 
     @contextlib.contextmanager
-    def _rerouted(self, setting: Rerouting) -> Iterator[None]:
-        """While open, every layer's gate sends secondary experts to the row's own primaries."""
-        handles = []
-        for layer, block in enumerate(self.model.model.language_model.layers):
+    def _routed(self, routing: Routing) -> Iterator[None]:
+        """While open, every layer's gate answers as `routing` says."""
 
-            def move(
-                _module: nn.Module,
-                _args: Any,
-                out: tuple[Tensor, Tensor, Tensor],
-                layer: int = layer,
-            ) -> tuple[Tensor, Tensor, Tensor]:
-                logits, weights, ids = out
-                assert len(ids) == 1, "only decode steps are re-routed"
-                chosen = ids[0].tolist()  # heaviest first
-                primary = chosen[: setting.primary]
-                for slot in range(setting.primary, len(chosen)):
-                    row = setting.similarity[layer, chosen[slot]]
-                    # The lowest id among the most alike.
-                    to = max(sorted(primary), key=lambda v: float(row[v]))
-                    if float(row[to]) >= setting.threshold and not bool(
-                        setting.protected[layer, chosen[slot]]
-                    ):
-                        chosen[slot] = to
-                return logits, weights, torch.tensor([chosen])
+        def change(
+            layer: int, _module: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
+            logits, weights, ids = out
+            assert len(ids) == 1, "only decode steps are re-routed"
+            new_ids, new_weights = routing(layer, ids[0].tolist(), weights[0].tolist())
+            return logits, torch.tensor([new_weights]), torch.tensor([new_ids])
 
-            handles.append(block.mlp.gate.register_forward_hook(move))
+        layers = self.model.model.language_model.layers
+        handles = [
+            layer.mlp.gate.register_forward_hook(functools.partial(change, index))
+            for index, layer in enumerate(layers)
+        ]
         try:
             yield
         finally:
@@ -244,7 +279,7 @@ class Oracle:
 
 @contextlib.contextmanager
 def _inputs_of(attention: nn.Module) -> Iterator[list[Any]]:
-    """While open, fills the list with what `attention` was called with: states, bounds, rotations."""
+    """While open, notes what `attention` is called with: states, bounds, rotations."""
     seen: list[Any] = []
 
     def note(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -271,20 +306,21 @@ def _received(
 
 def _kept(prompt: Prompt, ratio: Decimal, floor: int) -> tuple[Tensor, float]:
     """Which vision tokens stay, and how narrowly the last of them won."""
-    kept = torch.zeros(len(prompt.scores), dtype=torch.bool)
+    score, image_of = prompt.scores.tolist(), prompt.image_of.tolist()
+    kept = torch.zeros(len(score), dtype=torch.bool)
     margin = math.inf
     for turn in sorted(set(prompt.turn_of)):
         images = [i for i, t in enumerate(prompt.turn_of) if t == turn]
-        own = [j for j in range(len(kept)) if int(prompt.image_of[j]) in images]
-        ranked = sorted(own, key=lambda j: (-float(prompt.scores[j]), j))
-        floors: list[int] = []
-        for image in images:
-            floors += [j for j in ranked if int(prompt.image_of[j]) == image][:floor]
+        own = [j for j, i in enumerate(image_of) if i in images]
+        ranked = sorted(own, key=lambda j: (-score[j], j))
+        of_image = {i: [j for j in ranked if image_of[j] == i] for i in images}
+        floors = [j for ranked_here in of_image.values() for j in ranked_here[:floor]]
         budget = max(int(ratio * len(own)), len(floors), 1)
-        chosen = floors + [j for j in ranked if j not in floors][: budget - len(floors)]
-        kept[chosen] = True
-        dropped = [float(prompt.scores[j]) for j in own if not kept[j]]
-        if dropped:
-            free = [float(prompt.scores[j]) for j in chosen if j not in floors]
-            margin = min([margin] + [s - max(dropped) for s in free])
+        free = [j for j in ranked if j not in floors][: budget - len(floors)]
+        kept[floors + free] = True
+        # Who competed with whom: all of a turn for the budget, those of an image for its floor.
+        for winners, rivals in [(free, own), *((o[:floor], o) for o in of_image.values())]:
+            losers = [score[j] for j in rivals if not kept[j]]
+            if winners and losers:
+                margin = min(margin, min(score[j] for j in winners) - max(losers))
     return kept, margin

@@ -26,7 +26,14 @@ SIZES = (
     (64, 64),
     (600, 500),
 )
-TEXTS = ("Picture one: ", "和图片 ", "read this\n", "x", "… and then? ", "and the next one is larger: ")
+TEXTS = (
+    "Picture one: ",
+    "和图片 ",
+    "read this\n",
+    "x",
+    "… and then? ",
+    "and the next one is larger: ",
+)
 QUESTIONS = ("What does it say?", "Which of them has digits?", "倒着念。", "Sum up in a few words.")
 
 
@@ -64,7 +71,7 @@ def conversation(
     turns: Sequence[int] = (1, 1, 2, 3),
     sizes: Sequence[tuple[int, int]] = SIZES,
 ) -> Conversation:
-    """A conversation drawn from a seed; at most eight images, text before and between them or not."""
+    """A conversation drawn from a seed: at most eight images, some with text before or between."""
     r = Random(f"conversation {seed}")
     messages: list[dict[str, Any]] = []
     images: list[Image.Image] = []
@@ -207,3 +214,14 @@ def set_routing(
     }
     error: str | None = rpc(server, "pruneroute_set_routing", json.dumps(setting))["error"]
     return error
+
+
+def kept_images(server: Endpoint) -> dict[str, list[tuple[int, int]]]:
+    """Vision tokens (before, after) of every image, by our request ids; since the last look."""
+    images = rpc(server, "pruneroute_drain")["images"]
+    return {
+        engine_id.removeprefix("chatcmpl-")[: -len("-01234567")]: [
+            (before, after) for group in groups for before, after in group
+        ]
+        for engine_id, groups in images.items()
+    }

@@ -25,7 +25,9 @@ LAYERS = 2
 CPU = torch.device("cpu")
 
 
-def run_step(log: StepLog, value: int, requests: tuple[str, ...] = ("r",), prefill: int = 0) -> None:
+def run_step(
+    log: StepLog, value: int, requests: tuple[str, ...] = ("r",), prefill: int = 0
+) -> None:
     """One engine step in which layer l counts value, value + 10 l, value + 20 l."""
     log.begin(requests, len(requests), prefill)
     for layer in range(LAYERS):

@@ -88,7 +88,9 @@ def test_a_server_that_dies_at_once_tells_its_last_lines_and_the_cause(tmp_path:
 
 
 def test_a_server_that_never_comes_up_is_given_up_and_removed(tmp_path: Path) -> None:
-    server = start(tmp_path / "engine.log", "print('thinking', flush=True)\nimport time; time.sleep(600)")
+    server = start(
+        tmp_path / "engine.log", "print('thinking', flush=True)\nimport time; time.sleep(600)"
+    )
     with pytest.raises(EngineError, match=r"not ready after .* \(engine.start_timeout_s=1\)"):
         server.wait_until_healthy(1)
     assert gone(server.pid)
@@ -162,7 +164,11 @@ def test_a_killed_harness_leaves_nothing(tmp_path: Path) -> None:
         ("ModuleNotFoundError: No module named 'vllm'", 1, "not installed"),
         ("Model architectures ['FooForCausalLM'] are not supported for now", 1, "FooForCausalLM"),
         ("safetensors_rust.SafetensorError: Error while deserializing header", 1, "damaged"),
-        ("ValueError: PruneRoute's vision lever cannot serve pipeline_parallel_size > 1", 1, "pipeline"),
+        (
+            "ValueError: PruneRoute's vision lever cannot serve pipeline_parallel_size > 1",
+            1,
+            "pipeline",
+        ),
         ("", 137, "SIGKILL"),
         ("", -9, "SIGKILL"),
     ],

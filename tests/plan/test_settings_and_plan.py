@@ -68,7 +68,11 @@ def test_help_names_every_setting() -> None:
         ("vision__retain_ratio", "half", "vision.retain_ratio='half': takes a number in (0, 1]"),
         ("vision__layer", 1.5, "vision.layer=1.5: takes a whole number"),
         ("routing__policy", "sear", "routing.policy='sear': takes one of off, topk, sere"),
-        ("routing__primary_experts", 0, "routing.primary_experts=0: takes a whole number >= 1, or null"),
+        (
+            "routing__primary_experts",
+            0,
+            "routing.primary_experts=0: takes a whole number >= 1, or null",
+        ),
         ("routing__similarity_threshold", 1.1, "takes a number in [0, 1]"),
         ("load__qps", -1, "load.qps=-1: takes a number > 0, or null"),
         ("load__qps", True, "load.qps=True: takes a number > 0, or null"),
@@ -121,7 +125,9 @@ def test_every_way_of_saying_off_is_one_cell(policy: str, k: int | None) -> None
 
 
 def test_off_ignores_the_settings_of_policies_that_do_not_run() -> None:
-    assert len(cells(tree(), tree(routing__similarity_threshold=0.1, routing__renormalize=False))) == 1
+    assert (
+        len(cells(tree(), tree(routing__similarity_threshold=0.1, routing__renormalize=False))) == 1
+    )
 
 
 def test_ids_change_with_what_can_change_a_result() -> None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from harness.load.record import ImageTokens, RequestRecord, RoutingCounts
@@ -115,21 +116,22 @@ def test_undefined_tpot_is_left_out(cell: Cell, records: list[RequestRecord]) ->
 
 def test_vision_tokens_and_experts(cell: Cell, records: list[RequestRecord]) -> None:
     images = (ImageTokens(64, 32), ImageTokens(36, 18))
-    alone = RoutingCounts(4, 1.0, 8.0, 4.0, 2.0)
-    # Three requests that shared six steps: those steps count once, not three times.
-    shared = RoutingCounts(6, 3.0, 20.0, 10.0, 5.0)
-    routing = [alone, shared, shared, shared]
-    changed = [
-        dataclasses.replace(r, images=images, routing=c)
-        for r, c in zip(records, [*routing, *[None] * 6], strict=True)
-    ]
-    row = summarize(cell, changed, top_k=8)
+    changed = [dataclasses.replace(r, images=images) for r in records]
+    # Four steps of one request and six of three, over two layers: a step counts once.
+    steps = {
+        "decode_rows": np.array([1] * 4 + [3] * 6),
+        "experts_before": np.array([[8, 8]] * 4 + [[20, 24]] * 6),
+        "experts_after": np.array([[4, 2]] * 4 + [[10, 10]] * 6),
+        "slots_moved": np.array([[2, 0]] * 4 + [[5, 5]] * 6),
+    }
+    row = summarize(cell, changed, top_k=8, steps=steps)
     assert (row["vision_tokens_before"], row["vision_tokens_after"]) == (1000, 500)
     assert row["vision_kept"] == 0.5
-    assert row["experts_before"] == pytest.approx((4 * 8 + 6 * 20) / 10)
-    assert row["experts_after"] == pytest.approx((4 * 4 + 6 * 10) / 10)
-    assert row["slots_moved"] == pytest.approx((4 * 2 + 6 * 5) / 10)
+    assert row["experts_before"] == pytest.approx((4 * 8 + 6 * 22) / 10)
+    assert row["experts_after"] == pytest.approx((4 * 3 + 6 * 10) / 10)
+    assert row["slots_moved"] == pytest.approx((4 * 1 + 6 * 5) / 10)
     assert row["decode_batch_size"] == pytest.approx((4 * 1 + 6 * 3) / 10)
+    assert summarize(cell, changed, top_k=8)["experts_before"] is None
 
 
 def test_quality_is_of_those_that_have_it(cell: Cell, records: list[RequestRecord]) -> None:

@@ -61,6 +61,7 @@ class Span:
 
     @property
     def end(self) -> int:
+        """The token after the last."""
         return self.offset + self.length
 
 

@@ -79,7 +79,9 @@ class FusedGroups:
             patches = sum(t * h * w for t, h, w in own_grids)
             own_pixels, pixel_values = pixel_values[:patches], pixel_values[patches:]
             out.append(
-                self._embed_group(own_pixels, own_grids, own_ids, own_lengths, keep, floor, layer, key)
+                self._embed_group(
+                    own_pixels, own_grids, own_ids, own_lengths, keep, floor, layer, key
+                )
             )
         return tuple(out)
 
@@ -149,7 +151,7 @@ class FusedGroups:
             self._row_offsets[:, at] = torch.cat(offsets, dim=1)
             self._row_offsets_used = len(is_multimodal)
             multimodal_embeddings = rows
-        return super().embed_input_ids(  # type: ignore[misc,no-any-return]
+        return super().embed_input_ids(  # type: ignore[misc]
             input_ids, multimodal_embeddings, is_multimodal=is_multimodal
         )
 
@@ -200,7 +202,7 @@ def _captured_scores(attention: nn.Module) -> Iterator[list[Tensor]]:
     """
     scores: list[Tensor] = []
 
-    def capture(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def capture(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key = kwargs["query"], kwargs["key"]
         received = attention_received(
             query.flatten(0, 1), key.flatten(0, 1), kwargs["cu_seqlens"], module.scale

@@ -7,6 +7,7 @@ gets vLLM's ordinary error here and never reaches the engine.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -107,10 +108,7 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
         done = 0
         for members in layout.group_spans(ids, spans, turn_end):
             first, last = spans[members[0]], spans[members[-1]]
-            gaps = [
-                ids[spans[a].end : spans[b].offset]
-                for a, b in zip(members, members[1:], strict=False)
-            ]
+            gaps = [ids[spans[a].end : spans[b].offset] for a, b in itertools.pairwise(members)]
             grids = torch.stack([items[i]["image_grid_thw"].data for i in members])
             counts = [spans[i].length for i in members]
             keep = kept_count(counts, request.retain_ratio, request.min_tokens_per_image)
@@ -148,9 +146,7 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
         plain["mm_hashes"] = {**plain["mm_hashes"], "image": fused_hashes}
         plain["mm_placeholders"] = {**plain["mm_placeholders"], "image": ranges}
 
-    def _check_positions(
-        self, prompt_length: int, groups: list[tuple[layout.Span, int]]
-    ) -> None:
+    def _check_positions(self, prompt_length: int, groups: list[tuple[layout.Span, int]]) -> None:
         """Kept tokens keep their positions, which so can pass the number of tokens."""
         _, shift = layout.prompt_positions(prompt_length, groups)
         table = self.info.get_hf_config().get_text_config().max_position_embeddings
@@ -178,6 +174,7 @@ def _group_item(
     [patches, width]; `image_grid_thw` [images, 3], in patches; `gap_ids` [tokens]; `gap_lengths`
     [images - 1]; `group_spend` [groups, 5] of images, keep, floor, layer, key.
     """
+
     def flat(data: torch.Tensor, *, keep_on_cpu: bool) -> MultiModalFieldElem:
         field = MultiModalFlatField(slices=[slice(0, len(data))], keep_on_cpu=keep_on_cpu)
         return _element("image", data, field)

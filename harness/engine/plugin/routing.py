@@ -79,10 +79,12 @@ class RoutingLever:
 
     @property
     def experts(self) -> int:
+        """Routed experts of a layer."""
         return next(iter(self.layers.values())).experts
 
     @property
     def top_k(self) -> int:
+        """Routed experts of a token."""
         return next(iter(self.layers.values())).top_k
 
     @torch.inference_mode(False)
@@ -114,22 +116,36 @@ class RoutingLever:
 
     # -- live settings ---------------------------------------------------------------------------
 
+    def check(
+        self, policy: str, primary_experts: int | None, threshold: float, renormalize: bool
+    ) -> None:
+        """Refuse what `set` cannot take, and change nothing.
+
+        Raises:
+            ValueError: no such policy, or a value of the wrong type or out of range.
+        """
+        self._require()
+        if policy not in POLICIES:
+            raise ValueError(f"policy {policy!r}: one of {', '.join(POLICIES)}")
+        k = primary_experts
+        if k is not None and (type(k) is not int or k < 1):
+            raise ValueError(f"primary_experts {k!r}: a whole number of at least 1")
+        number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+        if not number or not 0 <= threshold <= 1:
+            raise ValueError(f"similarity_threshold {threshold!r}: a number in [0, 1]")
+        if not isinstance(renormalize, bool):
+            raise ValueError(f"renormalize {renormalize!r}: true or false")
+
     def set(
         self, policy: str, primary_experts: int | None, threshold: float, renormalize: bool
     ) -> None:
         """Change the lever for the next step.
 
         Raises:
-            ValueError: no such policy, or a value out of range.
+            ValueError: as `check` does.
         """
-        self._require()
-        if policy not in POLICIES:
-            raise ValueError(f"policy {policy!r}: one of {', '.join(POLICIES)}")
+        self.check(policy, primary_experts, threshold, renormalize)
         k = self.top_k if primary_experts is None else primary_experts
-        if k < 1:
-            raise ValueError(f"primary_experts {k}: at least 1")
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"similarity_threshold {threshold}: in [0, 1]")
         self._policy = policy if k < self.top_k else "off"
         self.policy.fill_(POLICIES.index(self._policy))
         self.primary.fill_(k)
@@ -150,7 +166,10 @@ class RoutingLever:
         n, e = len(self.layers), self.experts
         new_s = torch.eye(e).repeat(n, 1, 1) if similarity is None else similarity
         new_p = torch.zeros(n, e, dtype=torch.bool) if protected is None else protected.bool()
-        for name, tensor, shape in (("similarity", new_s, (n, e, e)), ("protection", new_p, (n, e))):
+        for name, tensor, shape in (
+            ("similarity", new_s, (n, e, e)),
+            ("protection", new_p, (n, e)),
+        ):
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} {tuple(tensor.shape)}: this model needs {shape}")
         self.similarity.copy_(new_s)

@@ -71,7 +71,9 @@ class StepLog:
     """
 
     def __init__(self, layers: int, device: torch.device) -> None:
-        self.counters = torch.zeros(MAX_STEPS, layers, len(COUNTERS), dtype=torch.int32, device=device)
+        self.counters = torch.zeros(
+            MAX_STEPS, layers, len(COUNTERS), dtype=torch.int32, device=device
+        )
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.steps: list[Step] = []
         self.lost = 0
@@ -126,8 +128,11 @@ def per_request(steps: list[Step], counts: np.ndarray) -> dict[str, dict[str, fl
 
 
 def pack_steps(steps: list[Step], counts: np.ndarray) -> str:
-    """Steps as a compressed .npz in base64: ``at_s``, ``decode_rows``, ``prefill_rows`` [steps] and
-    ``experts_before``, ``experts_after``, ``slots_moved`` [steps, layers]."""
+    """Steps as a compressed .npz in base64.
+
+    ``at_s``, ``decode_rows`` and ``prefill_rows`` are [steps]; ``experts_before``, ``experts_after``
+    and ``slots_moved`` [steps, layers].
+    """
     arrays: dict[str, Any] = {
         "at_s": np.array([s.at_s for s in steps], dtype=np.float64),
         "decode_rows": np.array([s.decode_rows for s in steps], dtype=np.int32),

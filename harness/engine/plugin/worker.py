@@ -54,18 +54,21 @@ class LeverWorker:
         if not LEVER.layers or LEVER.refusal:
             return {"error": LEVER.refusal or "the model has no mixture-of-experts layer"}
         layers, experts = len(LEVER.layers), LEVER.experts
+        values = s["policy"], s["primary_experts"], s["similarity_threshold"], s["renormalize"]
         try:
-            LEVER.set_matrices(
+            similarity = (
                 load_similarity(Path(s["similarity_path"]), layers=layers, experts=experts)
                 if s["similarity_path"]
-                else None,
+                else None
+            )
+            protection = (
                 load_protection(Path(s["protection_path"]), layers=layers, experts=experts)
                 if s["protection_path"]
-                else None,
+                else None
             )
-            LEVER.set(
-                s["policy"], s["primary_experts"], s["similarity_threshold"], s["renormalize"]
-            )
+            LEVER.check(*values)  # a setting is taken whole or not at all
+            LEVER.set_matrices(similarity, protection)
+            LEVER.set(*values)
         except (OSError, ValueError) as e:
             return {"error": str(e)}
         return {"error": None}

@@ -1,0 +1,163 @@
+"""Frobenius similarity, and files that are refused for a reason that they name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from harness.calibration.similarity import (
+    CalibrationError,
+    GramAccumulator,
+    Provenance,
+    frobenius_similarity,
+    load_protection,
+    load_similarity,
+    save_protection,
+    save_similarity,
+)
+
+MADE = Provenance("frobenius", "a" * 64, "b" * 64, (0, 2))
+
+
+def outputs(experts: int = 6, tokens: int = 50, hidden: int = 9, seed: int = 0) -> Tensor:
+    return torch.randn(experts, tokens, hidden, generator=torch.Generator().manual_seed(seed))
+
+
+def direct_distances(a: Tensor) -> Tensor:
+    flat = a.double().flatten(1)
+    return (flat[:, None] - flat[None, :]).norm(dim=-1)
+
+
+def matrices() -> Tensor:
+    return torch.stack(
+        [frobenius_similarity(direct_distances(outputs(seed=seed))) for seed in (1, 2)]
+    )
+
+
+@pytest.fixture
+def similarity_file(tmp_path: Path) -> Path:
+    save_similarity(tmp_path / "s.safetensors", matrices(), MADE)
+    return tmp_path / "s.safetensors"
+
+
+def test_gram_form_is_the_direct_distance_whatever_the_chunks() -> None:
+    a = outputs()
+    for sizes in ([50], [1] * 50, [7, 20, 23]):
+        gram = GramAccumulator(6)
+        for chunk in a.split(sizes, dim=1):
+            gram.add(chunk)
+        torch.testing.assert_close(gram.distances(), direct_distances(a), rtol=1e-9, atol=1e-9)
+        assert gram.tokens == 50
+
+
+def test_near_twins_keep_their_distance() -> None:
+    a = outputs() + 1000  # a large part that all experts share
+    a[1] = a[0] + 1e-3 * outputs(seed=9)[0]
+    gram = GramAccumulator(6)
+    gram.add(a)
+    torch.testing.assert_close(gram.distances(), direct_distances(a), rtol=1e-6, atol=0)
+
+
+def test_identical_experts_are_at_zero() -> None:
+    a = outputs()
+    a[4] = a[2]
+    gram = GramAccumulator(6)
+    gram.add(a)
+    assert gram.distances()[2, 4] < 1e-5
+    assert frobenius_similarity(gram.distances())[2, 4] > 0.999_99
+
+
+def test_similarity_by_definition() -> None:
+    d = direct_distances(outputs())
+    sim = frobenius_similarity(d)
+    assert sim.dtype == torch.float32
+    assert torch.equal(sim.diagonal(), torch.ones(6))
+    assert torch.equal(sim, sim.T)
+    assert sim.min() == 0
+    assert sim[1, 3] == pytest.approx(float(1 - d[1, 3] / d.max()))
+    assert torch.equal(frobenius_similarity(torch.zeros(3, 3)), torch.ones(3, 3))
+
+
+def test_accumulator_refuses_other_shapes() -> None:
+    with pytest.raises(ValueError, match=r"expected \[6, tokens, hidden\], got \[5, 50, 9\]"):
+        GramAccumulator(6).add(outputs(experts=5))
+
+
+def test_similarity_round_trip(similarity_file: Path) -> None:
+    read = load_similarity(similarity_file, layers=2, experts=6, model_hash="a" * 64)
+    assert torch.equal(read, matrices())
+    assert torch.equal(load_similarity(similarity_file, layers=2, experts=6), matrices())
+
+
+def test_same_content_same_bytes(tmp_path: Path) -> None:
+    files = [tmp_path / f"{i}.safetensors" for i in range(6)]
+    for file in files:
+        save_similarity(file, matrices(), MADE)
+    assert len({file.read_bytes() for file in files}) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s.masked_fill(s == s[1].max(), float("nan")), "NaN"),
+        (lambda s: s + 0.5, r"outside \[0, 1\]"),
+        (lambda s: s - 0.5, r"outside \[0, 1\]"),
+        (lambda s: torch.stack([s[0], torch.eye(6)]), "layer 1 is the identity"),
+    ],
+)
+def test_similarity_values_that_are_refused(tmp_path: Path, change, words: str) -> None:  # type: ignore[no-untyped-def]
+    save_similarity(tmp_path / "s.safetensors", change(matrices()), MADE)
+    with pytest.raises(CalibrationError, match=words):
+        load_similarity(tmp_path / "s.safetensors", layers=2, experts=6)
+
+
+def test_similarity_of_another_model_is_refused(similarity_file: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"made for model a{12}, but this one is c{12}"):
+        load_similarity(similarity_file, layers=2, experts=6, model_hash="c" * 64)
+    with pytest.raises(CalibrationError, match=r"shape \[2, 6, 6\], but this model needs \[3, 6"):
+        load_similarity(similarity_file, layers=3, experts=6)
+    with pytest.raises(CalibrationError, match=r"needs \[2, 8, 8\]"):
+        load_similarity(similarity_file, layers=2, experts=8)
+
+
+def test_files_that_are_something_else(tmp_path: Path, similarity_file: Path) -> None:
+    with pytest.raises(CalibrationError, match="no such file"):
+        load_similarity(tmp_path / "none", layers=2, experts=6)
+    (tmp_path / "text").write_text("hello, this is no tensor file")
+    with pytest.raises(CalibrationError, match="not a safetensors file"):
+        load_similarity(tmp_path / "text", layers=2, experts=6)
+    with pytest.raises(CalibrationError, match=r"holds \['similarity'\], not 'protection'"):
+        load_protection(similarity_file, layers=2, experts=6)
+    save_file({"similarity": matrices()}, tmp_path / "bare")
+    with pytest.raises(CalibrationError, match="format version None"):
+        load_similarity(tmp_path / "bare", layers=2, experts=6)
+
+
+def test_protection_round_trip_and_refusals(tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    marks = torch.tensor([[1, 0, 0, 1], [0, 0, 0, 0]], dtype=torch.bool)
+    save_protection(path, marks, MADE)
+    read = load_protection(path, layers=2, experts=4, model_hash="a" * 64)
+    assert read.dtype == torch.uint8
+    assert torch.equal(read.bool(), marks)
+    with pytest.raises(CalibrationError, match=r"needs \[2, 8\]"):
+        load_protection(path, layers=2, experts=8)
+    with pytest.raises(CalibrationError, match="made for model"):
+        load_protection(path, layers=2, experts=4, model_hash="f" * 64)
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    with pytest.raises(ValueError, match=r"expected \[layers, E, E\]"):
+        save_similarity(path, torch.ones(2, 3, 4), MADE)
+    with pytest.raises(ValueError, match=r"expected \[layers, E\]"):
+        save_protection(path, torch.ones(2), MADE)
+    with pytest.raises(ValueError, match="only 0 and 1"):
+        save_protection(path, torch.tensor([[0, 2], [0, 1]]), MADE)
+    with pytest.raises(ValueError, match="layer_indices: 2 for 3 layers"):
+        save_similarity(path, torch.rand(3, 4, 4), MADE)
+    assert not path.exists()

@@ -1,0 +1,192 @@
+"""The vision lever on a live server: idle it changes nothing, pulled it follows the oracle."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from harness.pocket.model import ensure
+from tests.engine.comparing import is_tie, together
+from tests.engine.oracle import Oracle, Prompt
+from tests.engine.requests_under_test import (
+    Conversation,
+    Endpoint,
+    Refused,
+    ask,
+    conversation,
+    kept_images,
+    set_routing,
+    text_only,
+)
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 12
+RATIOS = ("0.8", "0.5", "0.3", "0.2")
+
+
+@pytest.fixture(scope="module")
+def server(plugin_server: Endpoint) -> Endpoint:
+    """The server with the plugin, routing off."""
+    ask(plugin_server, text_only(0).messages, 1)  # levers can be set after the first step
+    assert set_routing(plugin_server, "off") is None
+    return plugin_server
+
+
+@pytest.fixture(scope="module")
+def oracle() -> Oracle:
+    return Oracle(ensure())
+
+
+def test_an_idle_plugin_changes_nothing(server: Endpoint, stock_server: Endpoint) -> None:
+    """Keeping all, the fused group must be what the images were one by one, to the last token."""
+    asked = [conversation(s) for s in range(100, 126)] + [text_only(s) for s in range(126, 132)]
+    assert {len(c.images) for c in asked} >= {0, 1, 2, 3, 5}
+    assert sum(len(c.messages) > 2 for c in asked) >= 5
+    shapes = {i.width > i.height for c in asked for i in c.images}
+    assert shapes == {True, False}
+    for c in asked:
+        want = ask(stock_server, c.messages, TOKENS)
+        for settings in ({}, {"retain_ratio": 1.0}):
+            got = ask(server, c.messages, TOKENS, **settings)
+            assert got.ids == want.ids
+            assert got.logprobs == pytest.approx(want.logprobs, abs=1e-6)
+            assert got.prompt_tokens == want.prompt_tokens
+
+
+def test_pruned_answers_are_the_oracles(server: Endpoint, oracle: Oracle) -> None:
+    """104 answers to 52 conversations, with others in the batch."""
+    asked = [conversation(seed) for seed in range(52)]
+    cases = [
+        (c, f"oracle-{i}-{ratio}", ratio)
+        for i, c in enumerate(asked)
+        for ratio in (RATIOS[i % 2], RATIOS[2 + i % 2])
+    ]
+    answers = together(
+        lambda case: ask(
+            server,
+            case[0].messages,
+            TOKENS,
+            request_id=case[1],
+            retain_ratio=float(case[2]),
+        ),
+        cases,
+    )
+    counts = kept_images(server)
+    prompts = {id(c): oracle.encode(c.messages, c.images) for c in asked}
+    ties = 0
+    for (c, name, ratio), got in zip(cases, answers, strict=True):
+        want = oracle.answer(prompts[id(c)], TOKENS, ratio)
+        tie = is_tie(got, want)
+        ties += tie
+        if not tie:
+            assert counts[name] == want.images
+        assert _total(counts[name]) == _total(want.images)
+    assert ties <= 2
+    # The budget follows the content: images of one size do not all keep the same share.
+    same_ratio = [images for (_, name, r), images in _pairs(cases, counts) if r == "0.5"]
+    assert any(_moved(images, 0.5) >= 3 for images in same_ratio)
+
+
+def _total(images: list[tuple[int, int]]) -> tuple[int, int]:
+    return sum(b for b, _ in images), sum(a for _, a in images)
+
+
+def _pairs(
+    cases: list[tuple[Conversation, str, str]], counts: dict[str, list[tuple[int, int]]]
+) -> list[tuple[tuple[Conversation, str, str], list[tuple[int, int]]]]:
+    return [(case, counts[case[1]]) for case in cases]
+
+
+def _moved(images: list[tuple[int, int]], ratio: float) -> float:
+    """By how many tokens some image's share differs from what its size alone would give it."""
+    return max(abs(after - ratio * before) for before, after in images)
+
+
+def test_the_floor_and_the_scoring_layer_are_obeyed(server: Endpoint, oracle: Oracle) -> None:
+    ties, differing = 0, 0
+    for seed in range(200, 208):
+        c = conversation(seed, images_per_turn=(2, 3, 5))
+        layer, floor = (seed % 3) - 3, 1 + seed % 4
+        name = f"floor-{seed}"
+        got = ask(
+            server,
+            c.messages,
+            TOKENS,
+            request_id=name,
+            retain_ratio=0.2,
+            min_tokens_per_image=floor,
+            layer=layer,
+        )
+        want = oracle.answer(oracle.encode(c.messages, c.images, layer), TOKENS, "0.2", floor=floor)
+        ties += is_tie(got, want)
+        assert kept_images(server)[name] == want.images
+        assert all(after >= min(before, floor) for before, after in want.images)
+        differing += got.ids != ask(server, c.messages, TOKENS, retain_ratio=0.2).ids
+    assert ties == 0
+    assert differing >= 4
+
+
+def _worst_kept(prompt: Prompt) -> Prompt:
+    return dataclasses.replace(prompt, scores=-prompt.scores)
+
+
+def _flat_positions(prompt: Prompt) -> Prompt:
+    line = torch.arange(len(prompt.ids))
+    return dataclasses.replace(prompt, positions=line.expand(3, -1))
+
+
+def _no_deepstack(prompt: Prompt) -> Prompt:
+    return dataclasses.replace(prompt, deepstack=[torch.zeros_like(d) for d in prompt.deepstack])
+
+
+@pytest.mark.parametrize("wrong", [_worst_kept, _flat_positions, _no_deepstack])
+def test_the_oracle_can_tell(oracle: Oracle, wrong: Callable[[Prompt], Prompt]) -> None:
+    """With other tokens kept, at other places, or without DeepStack, the answer is another."""
+    changed = 0
+    for seed in range(8):
+        c = conversation(seed)
+        prompt = oracle.encode(c.messages, c.images)
+        right = oracle.answer(prompt, TOKENS, "0.5")
+        changed += oracle.answer(wrong(prompt), TOKENS, "0.5").ids != right.ids
+    assert changed >= 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"retain_ratio": 0}, "retain_ratio=0 must be"),
+        ({"retain_ratio": 1.5}, "retain_ratio=1.5 must be"),
+        ({"retain_ratio": "half"}, "retain_ratio='half' must be"),
+        ({"retain_ratio": 0.5, "min_tokens_per_image": -1}, "min_tokens_per_image=-1 must"),
+        ({"retain_ratio": 0.5, "layer": 99}, "layer=99: the vision encoder has layers 0 to 3"),
+    ],
+)
+def test_a_wrong_setting_is_refused_and_the_server_lives_on(
+    server: Endpoint, settings: dict[str, object], match: str
+) -> None:
+    c = conversation(3)
+    with pytest.raises(Refused, match=match) as refused:
+        ask(server, c.messages, 2, **settings)
+    assert refused.value.status == 400
+    assert len(ask(server, c.messages, 2, retain_ratio=0.5).ids) == 2
+
+
+@pytest.mark.parametrize("ratio", ["0.7", "0.35", "0.9", "0.001"])
+def test_the_budget_is_the_exact_decimal_of_each_turn(server: Endpoint, ratio: str) -> None:
+    c = conversation(11, images_per_turn=(2, 3), turns=(2,))
+    name = f"exact-{ratio}"
+    ask(server, c.messages, 1, request_id=name, retain_ratio=float(ratio))
+    images = kept_images(server)[name]
+    numerator, places = int(ratio.replace(".", "")), len(ratio.split(".")[1])
+    turns = [sum(p["type"] == "image_url" for p in m["content"]) for m in c.messages[-1::-2]][::-1]
+    at = 0
+    for count in turns:
+        before, after = _total(images[at : at + count])
+        assert after == max(count, math.floor(numerator * before / 10**places))
+        at += count
+    assert at == len(images)

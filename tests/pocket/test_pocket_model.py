@@ -1,0 +1,245 @@
+"""The bundled checkpoint: reproducible, in the published layout, and loaded right by Transformers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from harness.calibration.fingerprint import model_fingerprint
+from harness.calibration.similarity import load_similarity
+from harness.pocket import cache, weights
+from harness.pocket.model import SIMILARITY_FILE, build, default_path, ensure
+from harness.pocket.recipe import Recipe, model_config, token_id
+
+R = Recipe()
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pocket") / "model"
+    build(folder, seed=3)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tensors(model_dir: Path) -> dict[str, torch.Tensor]:
+    with safe_open(model_dir / "model.safetensors", framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+
+
+def test_same_seed_same_bytes_other_seed_other_weights(model_dir: Path, tmp_path: Path) -> None:
+    build(tmp_path / "again", seed=3)
+    assert hashes(tmp_path / "again") == hashes(model_dir)
+    ours = dict(weights.draw(R, 3))
+    other = dict(weights.draw(R, 4))
+    random = [n for n in ours if not n.endswith(("norm.weight", "norm.bias", "norm1.weight"))]
+    assert any(not np.array_equal(ours[n], other[n]) for n in random)
+    assert not np.array_equal(ours["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_build_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "a b" / "thing"
+    cache.write_folder(target, lambda d: (d / "f").write_text("one") and None)
+    cache.write_folder(target, lambda d: (d / "g").write_text("two") and None)
+    assert sorted(p.name for p in target.iterdir()) == ["g", cache.MANIFEST]
+    assert [p.name for p in target.parent.iterdir()] == ["thing"]
+
+
+def test_failed_build_leaves_nothing(tmp_path: Path) -> None:
+    def fail(draft: Path) -> None:
+        (draft / "half").write_text("x")
+        raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        cache.write_folder(tmp_path / "thing", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_noticed_and_mended(tmp_path: Path) -> None:
+    writes = []
+
+    def write(folder: Path) -> None:
+        writes.append(folder)
+        cache.write_folder(folder, lambda d: (d / "f").write_text("whole") and None)
+
+    target = tmp_path / "thing"
+    for damage in (lambda: None, (target / "f").unlink, lambda: (target / "f").write_text("wh")):
+        damage()
+        cache.ensure_folder(target, write)
+        assert (target / "f").read_text() == "whole"
+        cache.ensure_folder(target, write)
+    assert len(writes) == 3
+
+
+def test_cache_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(cache.CacheError, match="XDG_CACHE_HOME"):
+        cache.ensure_folder(tmp_path / "file" / "thing", lambda folder: None)
+    with pytest.raises(cache.CacheError, match="XDG_CACHE_HOME"):
+        cache.write_folder(tmp_path / "file" / "thing", lambda draft: None)
+
+
+def _count_writes(root: Path, start: float) -> None:
+    import time
+
+    def write(folder: Path) -> None:
+        def fill(draft: Path) -> None:
+            time.sleep(0.3)
+            (draft / "f").write_text("whole")
+
+        with (root / "writes").open("a") as log:
+            log.write("1")
+        cache.write_folder(folder, fill)
+
+    time.sleep(max(0.0, start - time.time()))
+    cache.ensure_folder(root / "thing", write)
+
+
+def test_racing_processes_build_once(tmp_path: Path) -> None:
+    import time
+
+    context = multiprocessing.get_context("fork")
+    start = time.time() + 0.2
+    racers = [context.Process(target=_count_writes, args=(tmp_path, start)) for _ in range(4)]
+    for racer in racers:
+        racer.start()
+    for racer in racers:
+        racer.join(30)
+        assert racer.exitcode == 0
+    assert (tmp_path / "writes").read_text() == "1"
+    assert cache.is_whole(tmp_path / "thing")
+
+
+def test_default_path_is_in_the_users_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path().parent == tmp_path / "pruneroute"
+    assert default_path(0) != default_path(1)
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
+    assert default_path().parent == Path.home() / ".cache" / "pruneroute"
+
+
+def test_ensure_returns_a_whole_model(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_dir: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made: list[Path] = []
+
+    def write(folder: Path, seed: int) -> None:
+        made.append(folder)
+        cache.write_folder(
+            folder,
+            lambda d: (
+                [(d / p.name).write_bytes(p.read_bytes()) for p in model_dir.iterdir()] and None
+            ),
+        )
+
+    monkeypatch.setattr("harness.pocket.model.build", write)
+    assert ensure() == ensure() == default_path()
+    assert made == [default_path()]
+
+
+def test_importing_needs_no_torch() -> None:
+    code = (
+        "import sys, harness.pocket.model as m; m.default_path(); "
+        "import harness.calibration.fingerprint; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_layout_is_the_published_one(tensors: dict[str, torch.Tensor], model_dir: Path) -> None:
+    at = "model.language_model.layers.0"
+    inner = R.moe_intermediate_size
+    shapes = {
+        f"{at}.mlp.experts.gate_up_proj": (R.experts, R.hidden_size, 2 * inner),
+        f"{at}.mlp.experts.down_proj": (R.experts, inner, R.hidden_size),
+        f"{at}.mlp.gate.weight": (R.experts, R.hidden_size),
+        "model.visual.patch_embed.proj.weight": (R.vision_hidden_size, 3, 2, 16, 16),
+        "lm_head.weight": (R.vocab_size, R.hidden_size),
+    }
+    assert {name: tuple(tensors[name].shape) for name in shapes} == shapes
+    assert R.hidden_size not in (2 * inner, inner)
+    assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
+    assert sum(t.numel() for t in tensors.values()) < 10_000_000
+    index = json.loads((model_dir / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors)
+    assert set(index["weight_map"].values()) == {"model.safetensors"}
+
+
+def test_the_issue_gets_the_model_it_asked_for() -> None:
+    config = model_config(R)
+    text, vision = config["text_config"], config["vision_config"]
+    assert config["architectures"] == ["Qwen3VLMoeForConditionalGeneration"]
+    assert text["num_hidden_layers"] >= 4
+    assert (text["num_experts"], text["num_experts_per_tok"]) == (32, 8)
+    assert text["norm_topk_prob"]
+    assert text["rope_scaling"]["mrope_interleaved"]
+    assert sum(text["rope_scaling"]["mrope_section"]) == text["head_dim"] // 2
+    assert text["max_position_embeddings"] == 32_768
+    assert len(vision["deepstack_visual_indexes"]) == 2
+    assert (vision["patch_size"], vision["spatial_merge_size"]) == (16, 2)
+
+
+def test_transformers_loads_every_tensor_and_experts_the_right_way_round(
+    model_dir: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    from transformers import Qwen3VLMoeForConditionalGeneration
+
+    model, info = Qwen3VLMoeForConditionalGeneration.from_pretrained(
+        model_dir, dtype=torch.float32, output_loading_info=True, local_files_only=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert not info["mismatched_keys"]
+    block = model.model.language_model.layers[2].mlp
+    at = "model.language_model.layers.2.mlp.experts"
+    x = torch.randn(5, R.hidden_size, generator=torch.Generator().manual_seed(0))
+    for expert in (0, 17):
+        # By hand, from the file's own orientation: x @ W, gate half first.
+        inner = x @ tensors[f"{at}.gate_up_proj"][expert].float()
+        gate, up = inner.chunk(2, dim=-1)
+        by_hand = (torch.nn.functional.silu(gate) * up) @ tensors[f"{at}.down_proj"][expert].float()
+        ids = torch.full((5, 1), expert)
+        torch.testing.assert_close(
+            block.experts(x, ids, torch.ones(5, 1)), by_hand, rtol=1e-4, atol=1e-4
+        )
+
+
+def test_similarity_lies_beside_and_shows_the_families(model_dir: Path) -> None:
+    similarity = load_similarity(
+        model_dir / SIMILARITY_FILE,
+        layers=R.layers,
+        experts=R.experts,
+        model_hash=model_fingerprint(model_dir),
+    )
+    own = torch.eye(R.experts, dtype=torch.bool)
+    for layer in range(R.layers):
+        family = torch.from_numpy(weights.families(R, 3, layer))
+        same = (family[:, None] == family[None, :]) & ~own
+        inside, across = similarity[layer][same], similarity[layer][~same & ~own]
+        assert 0.5 < inside.min() < 0.75 < inside.max() < 0.95
+        assert across.max() < 0.35
+    # Families are shuffled by layer, so an index mixed up between layers shows.
+    assert not np.array_equal(weights.families(R, 3, 0), weights.families(R, 3, 1))
+
+
+def test_only_printable_bytes_can_win(tensors: dict[str, torch.Tensor]) -> None:
+    size = tensors["lm_head.weight"].float().norm(dim=1)
+    printable = torch.zeros(R.vocab_size, dtype=torch.bool)
+    printable[0x20:0x7F] = True
+    assert size[printable].min() > 20 * size[~printable].max()
+    assert size[token_id("<|im_end|>")] < 0.1
