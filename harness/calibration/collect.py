@@ -26,7 +26,7 @@ from harness.calibration.similarity import (
 )
 from harness.calibration.texts import GENERAL_TEXTS
 
-CHUNK_ELEMENTS = 2**24
+CHUNK_ELEMENTS = 2**26
 """Bound on experts x tokens x hidden of one chunk of expert outputs, to bound memory."""
 
 
@@ -58,10 +58,9 @@ def expert_outputs(experts: nn.Module, states: Tensor) -> Tensor:
     """
     tokens = states.shape[0]
     weights = states.new_ones(tokens, 1)
-    count = int(experts.num_experts)  # type: ignore[arg-type]
     outputs = [
         experts.forward(states, torch.full((tokens, 1), e, device=states.device), weights)
-        for e in range(count)
+        for e in range(_count(experts))
     ]
     return torch.stack(outputs)
 
@@ -78,28 +77,48 @@ def collect(model: nn.Module, batches: Iterable[Tensor]) -> dict[int, GramAccumu
         One accumulator per mixture-of-experts layer. The model's own, routed output is what goes
         on to the next layer, so every layer sees its ordinary hidden states.
     """
-    blocks = moe_blocks(model)
-    grams: dict[int, GramAccumulator] = {}
-    handles = []
-    for layer, block in blocks.items():
-        gram = grams[layer] = GramAccumulator(int(block.experts.num_experts))  # type: ignore[union-attr,arg-type]
-
-        def watch(block: nn.Module, args: tuple[Tensor, ...], gram: GramAccumulator = gram) -> None:
-            experts = block.experts
-            assert isinstance(experts, nn.Module)
-            states = args[0].flatten(0, -2)
-            step = max(1, CHUNK_ELEMENTS // (int(experts.num_experts) * states.shape[1]))  # type: ignore[arg-type]
-            for chunk in states.split(step):
-                gram.add(expert_outputs(experts, chunk).float())
-
-        handles.append(block.register_forward_pre_hook(watch))
+    watchers = {layer: _Watcher(block) for layer, block in moe_blocks(model).items()}
     try:
         for ids in batches:
             model(input_ids=ids, use_cache=False)
     finally:
-        for handle in handles:
-            handle.remove()
-    return grams
+        for watcher in watchers.values():
+            watcher.hook.remove()
+    return {layer: watcher.finish() for layer, watcher in watchers.items()}
+
+
+class _Watcher:
+    """Gathers what goes into one block until a chunk is full, then runs all experts on it."""
+
+    def __init__(self, block: nn.Module) -> None:
+        experts = block.experts
+        assert isinstance(experts, nn.Module)
+        self._experts = experts
+        self._gram = GramAccumulator(_count(experts))
+        self._waiting: list[Tensor] = []
+        self.hook = block.register_forward_pre_hook(self._take)
+
+    def _take(self, block: nn.Module, args: tuple[Tensor, ...]) -> None:
+        states = args[0].detach().flatten(0, -2)
+        step = max(1, CHUNK_ELEMENTS // (_count(self._experts) * states.shape[1]))
+        waiting = torch.cat([*self._waiting, states])
+        *full, rest = waiting.split(step)
+        for chunk in full:
+            self._run(chunk)
+        self._waiting = [rest]
+
+    def finish(self) -> GramAccumulator:
+        for rest in self._waiting:
+            self._run(rest)
+        self._waiting = []
+        return self._gram
+
+    def _run(self, states: Tensor) -> None:
+        self._gram.add(expert_outputs(self._experts, states).float())
+
+
+def _count(experts: nn.Module) -> int:
+    return int(experts.num_experts)  # type: ignore[arg-type]
 
 
 @contextlib.contextmanager

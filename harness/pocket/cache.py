@@ -34,7 +34,7 @@ def source_hash(files: list[Path], *extra: str) -> str:
     return digest.hexdigest()[:12]
 
 
-def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     """Have `fill` write a new folder, then put it at `folder` in one step, replacing what is there.
 
     A manifest of all files and their sizes is added, by which `is_whole` recognises damage.

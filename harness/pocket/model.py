@@ -7,7 +7,9 @@ published layout in every file, random weights (see `harness.pocket.weights`), a
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +80,21 @@ def _fill(folder: Path, r: Recipe, seed: int) -> None:
 
     from harness.calibration.collect import calibrate
 
-    calibrate(folder, folder / SIMILARITY_FILE)
+    with _one_thread():
+        calibrate(folder, folder / SIMILARITY_FILE)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """One PyTorch thread: sums in one order on any machine, and at this size also the fastest."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _write_weights(path: Path, r: Recipe, seed: int) -> dict[str, Any]:

@@ -149,15 +149,13 @@ def _picture(rng: random.Random, string: str) -> Image.Image:
     while True:
         font = ImageFont.load_default(points)
         left, top, right, bottom = pen.textbbox((0, 0), string, font=font)
-        room_x, room_y = (
-            size[0] - 2 * margin - (right - left),
-            size[1] - 2 * margin - (bottom - top),
-        )
+        room_x = int(size[0] - 2 * margin - (right - left))
+        room_y = int(size[1] - 2 * margin - (bottom - top))
         if room_x >= 0 and room_y >= 0:
             break
         points -= 1  # the narrowest picture holds every string well before this becomes unreadable
-    x = margin + rng.randint(0, int(room_x)) - left
-    y = margin + rng.randint(0, int(room_y)) - top
+    x = margin + rng.randint(0, room_x) - left
+    y = margin + rng.randint(0, room_y) - top
     pen.text((x, y), string, fill=ink, font=font)
     return picture
 

@@ -6,6 +6,8 @@ Nothing is trained. What the draw has to give a harness:
   with gains under which attention, experts and images each move the residual stream about as much
   as the token embedding does. Greedy answers then depend on the text and on every image, and do
   not fall into a repetition.
+* **No stammering.** A printable token's output row leans away from its own embedding, which the
+  residual stream still carries: else an untrained model, once it repeats itself, never stops.
 * **Readable answers.** Output rows of printable ASCII are full size, all others a hundredth: the
   model never emits broken UTF-8, a pad token, or an end of turn, so an answer always has the
   number of tokens that was asked for.
@@ -44,9 +46,10 @@ GAINS: dict[str, float] = {
     "attention_out": 1.5,
     "router": 1.6,
     "expert_in": 1.0,
-    "expert_out": 3.75,
+    "expert_out": 3.1,
     "output": 3.0,
     "silent_output": 0.01,
+    "self_aversion": 0.3,
     "vision_positions": 0.3,
     "vision_attention": 1.4,
     "vision_out": 1.0,
@@ -91,7 +94,8 @@ def _language_model(r: Recipe, seed: int) -> Iterator[tuple[str, Array]]:
     hidden, width = r.hidden_size, r.head_dim
     root = "model.language_model"
     name = f"{root}.embed_tokens.weight"
-    yield name, _normal(seed, name, (r.vocab_size, hidden), GAINS["embedding"])
+    embedding = _normal(seed, name, (r.vocab_size, hidden), GAINS["embedding"])
+    yield name, embedding
     for layer in range(r.layers):
         at = f"{root}.layers.{layer}"
         yield f"{at}.input_layernorm.weight", np.ones(hidden, np.float32)
@@ -116,6 +120,8 @@ def _language_model(r: Recipe, seed: int) -> Iterator[tuple[str, Array]]:
     name, head = _linear(seed, "lm_head.weight", r.vocab_size, hidden, GAINS["output"])
     printable = np.zeros(r.vocab_size, dtype=bool)
     printable[0x20:0x7F] = True
+    aversion = GAINS["self_aversion"] * GAINS["output"] / GAINS["embedding"] / math.sqrt(hidden)
+    head -= np.float32(aversion) * embedding
     head[~printable] *= np.float32(GAINS["silent_output"])
     yield name, head
 

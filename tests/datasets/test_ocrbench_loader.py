@@ -142,7 +142,7 @@ def test_malformed_items_are_named(tmp_path: Path, changes: dict[str, Any], word
 def test_missing_field_is_named(tmp_path: Path) -> None:
     broken = entry()
     del broken["answers"]
-    with pytest.raises(DatasetError, match="item 0: answers: .* found 'nothing'"):
+    with pytest.raises(DatasetError, match=r"item 0: answers: .* found 'nothing'"):
         load(write(tmp_path, [broken]), samples=1, seed=0)
 
 

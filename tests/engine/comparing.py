@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import pytest
-
 from tests.engine.oracle import Expected
 from tests.engine.requests_under_test import Answer
 
-# Two implementations of the same sums in fp32 differ by about 1e-5 here; below these distances they
-# may decide differently, and only there.
+# Two implementations of the same sums in fp32 differ by about 1e-5 in log-probabilities here, and by
+# 1e-7 in a router's. Closer to a decision than this, they may decide differently; nowhere else.
+LOGPROB_ERROR = 1e-4
 LOGIT_TIE = 1e-4
 SCORE_TIE = 1e-5
+ROUTE_TIE = 1e-7
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -27,21 +27,31 @@ def together(do: Callable[[T], R], items: Iterable[T], at_once: int = 6) -> list
 
 
 def is_tie(got: Answer, want: Expected) -> bool:
-    """False if the server said what the oracle says; True if both are right at a near-tie.
+    """False if the server said what the oracle says; True if they part at a near-tie.
 
-    Anything else is a wrong answer, and fails.
+    They may part over which token is likeliest, over which vision tokens to keep, or over an expert
+    (which changes what follows by far more than rounding does).
+
+    Raises:
+        AssertionError: they part where there is no near-tie; one of them is wrong.
     """
-    assert got.prompt_tokens == want.prompt_tokens
-    assert got.finish_reason == "length"
-    if got.ids == want.ids:
-        assert got.logprobs == pytest.approx(want.logprobs, abs=LOGIT_TIE)
-        return False
-    if want.margin < SCORE_TIE:
+    assert got.finish_reason == "length", got.finish_reason
+    assert got.prompt_tokens == want.prompt_tokens, (got.prompt_tokens, want.prompt_tokens)
+    assert len(got.ids) == len(want.ids), (got.ids, want.ids)
+    for step in range(len(want.ids)):
+        other_token = got.ids[step] != want.ids[step]
+        error = abs(got.logprobs[step] - want.logprobs[step])
+        if not other_token and error < LOGPROB_ERROR:
+            continue
+        route_gap = min(want.route_gaps[: step + 1])
+        assert (
+            want.margin < SCORE_TIE
+            or route_gap < ROUTE_TIE
+            or (other_token and error < LOGPROB_ERROR and want.gaps[step] < LOGIT_TIE)
+        ), (
+            f"step {step}: token {got.ids[step]} where {want.ids[step]} lies {want.gaps[step]} ahead; "
+            f"log-probability off by {error}; vision tokens were kept by a margin of {want.margin}, "
+            f"experts chosen by one of {route_gap}"
+        )
         return True
-    step = next(i for i, (a, b) in enumerate(zip(got.ids, want.ids, strict=True)) if a != b)
-    assert got.logprobs[:step] == pytest.approx(want.logprobs[:step], abs=LOGIT_TIE)
-    assert want.gaps[step] < LOGIT_TIE, (
-        f"token {step} is {got.ids[step]} and not {want.ids[step]}, which lies {want.gaps[step]} "
-        f"ahead; kept tokens were chosen by a margin of {want.margin}"
-    )
-    return True
+    return False

@@ -58,6 +58,8 @@ class Expected:
         prompt_tokens: tokens of the pruned prompt.
         images: (before, after) for each image.
         margin: how narrowly a token was kept, as a difference of scores; inf if all were.
+        route_gaps: how narrowly, at worst, an expert was chosen in the step that gave each token, as
+            a difference of router probabilities.
     """
 
     ids: list[int]
@@ -66,10 +68,15 @@ class Expected:
     prompt_tokens: int
     images: list[tuple[int, int]]
     margin: float
+    route_gaps: list[float]
 
 
 class Routing(Protocol):
     """Changes one decode row's routes: expert ids, heaviest first, and their weights."""
+
+    @property
+    def primary(self) -> int:
+        """Experts that a row keeps."""
 
     def __call__(
         self, layer: int, ids: list[int], weights: list[float]
@@ -202,26 +209,27 @@ class Oracle:
         stays = torch.ones(len(prompt.ids), dtype=torch.bool)
         stays[is_image] = kept
         cache = DynamicCache(config=self.model.config.get_text_config())
-        logits = self._forward(
-            prompt.embeds[stays],
-            prompt.positions[:, stays],
-            cache,
-            visual_pos_masks=is_image[stays].unsqueeze(0) if prompt.deepstack else None,
-            deepstack_visual_embeds=[level[kept] for level in prompt.deepstack] or None,
-        )
-        # Text goes on where the unpruned prompt ended.
-        position = int(prompt.positions.max()) + 1
         ids: list[int] = []
         logprobs: list[float] = []
         gaps: list[float] = []
-        with contextlib.ExitStack() as decoding:
-            if routing is not None:
-                decoding.enter_context(self._routed(routing))
+        route_gaps: list[float] = []
+        with self._gates() as gates:
+            logits = self._forward(
+                prompt.embeds[stays],
+                prompt.positions[:, stays],
+                cache,
+                visual_pos_masks=is_image[stays].unsqueeze(0) if prompt.deepstack else None,
+                deepstack_visual_embeds=[level[kept] for level in prompt.deepstack] or None,
+            )
+            gates.routing = routing  # prefill keeps its routes
+            # Text goes on where the unpruned prompt ended.
+            position = int(prompt.positions.max()) + 1
             for step in range(tokens):
                 best = logits.log_softmax(-1).topk(2)
                 ids.append(int(best.indices[0]))
                 logprobs.append(float(best.values[0]))
                 gaps.append(float(best.values[0] - best.values[1]))
+                route_gaps.append(gates.take_gap())
                 if step < tokens - 1:
                     embed = self.model.model.get_input_embeddings()(best.indices[:1])
                     at = torch.full((3, 1), position + step)
@@ -237,6 +245,7 @@ class Oracle:
                 for i in images
             ],
             margin=margin,
+            route_gaps=route_gaps,
         )
 
     def _forward(
@@ -254,27 +263,47 @@ class Oracle:
         return logits
 
     @contextlib.contextmanager
-    def _routed(self, routing: Routing) -> Iterator[None]:
-        """While open, every layer's gate answers as `routing` says."""
-
-        def change(
-            layer: int, _module: nn.Module, _args: Any, out: tuple[Tensor, Tensor, Tensor]
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            logits, weights, ids = out
-            assert len(ids) == 1, "only decode steps are re-routed"
-            new_ids, new_weights = routing(layer, ids[0].tolist(), weights[0].tolist())
-            return logits, torch.tensor([new_weights]), torch.tensor([new_ids])
-
+    def _gates(self) -> Iterator[_Gates]:
+        """While open, every layer's gate is watched, and does what it is told."""
+        gates = _Gates()
         layers = self.model.model.language_model.layers
         handles = [
-            layer.mlp.gate.register_forward_hook(functools.partial(change, index))
+            layer.mlp.gate.register_forward_hook(functools.partial(gates.pass_through, index))
             for index, layer in enumerate(layers)
         ]
         try:
-            yield
+            yield gates
         finally:
             for handle in handles:
                 handle.remove()
+
+
+class _Gates:
+    """All layers' gates: how narrowly they chose, and what routing changes their answers, if any."""
+
+    def __init__(self) -> None:
+        self.routing: Routing | None = None
+        self._gap = math.inf
+
+    def take_gap(self) -> float:
+        """The narrowest choice since the last look."""
+        gap, self._gap = self._gap, math.inf
+        return gap
+
+    def pass_through(
+        self, layer: int, gate: Any, _args: Any, out: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        logits, weights, ids = out
+        ranked = logits.softmax(-1).topk(gate.top_k + 1).values
+        gaps = ranked[:, :-1] - ranked[:, 1:]
+        self._gap = min(self._gap, float(gaps[:, -1].min()))
+        if self.routing is None:
+            return out
+        assert len(ids) == 1, "only decode steps are re-routed"
+        if self.routing.primary < gate.top_k:
+            self._gap = min(self._gap, float(gaps[0, self.routing.primary - 1]))
+        new_ids, new_weights = self.routing(layer, ids[0].tolist(), weights[0].tolist())
+        return logits, torch.tensor([new_weights]), torch.tensor([new_ids])
 
 
 @contextlib.contextmanager

@@ -20,7 +20,8 @@ def lever(rows: int = 64) -> RoutingLever:
     """A lever that holds two layers and has seen its first step."""
     made = RoutingLever()
     made.layers = {index: RoutedLayer(index, EXPERTS, SLOTS) for index in LAYERS}
-    made.reserve_rows(rows, CPU)
+    made.max_rows = rows
+    made.prepare(CPU)
     return made
 
 
@@ -200,11 +201,10 @@ def test_settings_and_matrices_are_rewritten_where_they_are() -> None:
 def test_tensors_made_inside_a_step_can_be_set_between_steps() -> None:
     """A step runs in inference mode, whose tensors nobody else may write."""
     made = RoutingLever()
-    made.layers = {0: RoutedLayer(0, EXPERTS, SLOTS)}
+    made.layers, made.max_rows = {0: RoutedLayer(0, EXPERTS, SLOTS)}, 16
     weights, ids = routes(4, seed=1)
     with torch.inference_mode():
         made.reroute(0, weights, ids)
-        made.reserve_rows(16, CPU)
         step(made, [DECODE] * 4)
         made.reroute(0, weights, ids)
     made.set_matrices(torch.ones(1, EXPERTS, EXPERTS), None)
@@ -217,20 +217,23 @@ def test_tensors_made_inside_a_step_can_be_set_between_steps() -> None:
 
 
 def test_rows_are_padding_until_a_step_says_otherwise() -> None:
-    """Profiling runs on made-up tokens, before the runner told how long a step can be."""
+    """Profiling and graph capture run on made-up tokens."""
     made = RoutingLever()
-    made.layers = {0: RoutedLayer(0, EXPERTS, SLOTS)}
+    made.layers, made.max_rows = {0: RoutedLayer(0, EXPERTS, SLOTS)}, 20
     weights, ids = routes(20, seed=1)
     made.reroute(0, weights, ids)
     made.set_matrices(torch.ones(1, EXPERTS, EXPERTS), None)
     made.set("sere", 1, 0.0, True)
     _, after = made.reroute(0, weights, ids)
     assert torch.equal(after, ids)
-    made.reserve_rows(8, CPU)  # shorter than the dummy run
-    _, after = made.reroute(0, weights, ids)
-    assert torch.equal(after, ids)
     assert made.log is not None
     assert int(made.log.counters.sum()) == 0
+
+
+def test_a_step_of_more_rows_than_planned_is_refused() -> None:
+    made = lever(rows=8)
+    with pytest.raises(RuntimeError, match="9 rows; 8 were planned"):
+        made.reroute(2, *routes(9, seed=1))
 
 
 def test_nothing_can_be_set_without_layers_or_before_the_first_step() -> None:

@@ -186,6 +186,13 @@ def test_budget_lies_between_floors_and_all(counts: list[int], ratio: float, flo
     assert kept_count(counts, 1.0, floor) == kept_count(counts, 1, floor) == sum(counts)
 
 
+def test_an_image_smaller_than_its_floor_asks_for_what_it_has() -> None:
+    assert kept_count([2, 100], 0.01, 5) == 7
+    assert kept_count([2], 0.5, 5) == 2
+    assert kept_count([100, 100], 0.05, 5) == 10
+    assert kept_count([100, 100], 0.01, 0) == 2
+
+
 @pytest.mark.parametrize(
     ("counts", "ratio", "floor", "match"),
     [
@@ -246,6 +253,14 @@ def test_selection_is_the_brute_force_one(case: tuple[list[float], list[int], in
     got = select_tokens(torch.tensor(scores), counts, keep, floor)
     assert got.dtype == torch.int64
     assert got.tolist() == brute_force(scores, counts, keep, floor)
+
+
+def test_ties_go_to_the_lower_index_in_images_of_any_size() -> None:
+    """Sorting is only by luck stable for a few elements, and not for many."""
+    counts = [700, 900]
+    flat = torch.ones(1600)
+    assert select_tokens(flat, counts, 14, 7).tolist() == [*range(7), *range(700, 707)]
+    assert select_tokens(flat, counts, 500, 7).tolist() == [*range(493), *range(700, 707)]
 
 
 @given(selections())

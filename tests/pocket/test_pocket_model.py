@@ -1,10 +1,11 @@
-"""The bundled checkpoint: reproducible, in the published layout, and loaded right by Transformers."""
+"""The bundled checkpoint: reproducible, of the published layout, loaded right by Transformers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import multiprocessing
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -52,8 +53,8 @@ def test_same_seed_same_bytes_other_seed_other_weights(model_dir: Path, tmp_path
 
 def test_build_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
     target = tmp_path / "a b" / "thing"
-    cache.write_folder(target, lambda d: (d / "f").write_text("one") and None)
-    cache.write_folder(target, lambda d: (d / "g").write_text("two") and None)
+    cache.write_folder(target, lambda d: (d / "f").write_text("one"))
+    cache.write_folder(target, lambda d: (d / "g").write_text("two"))
     assert sorted(p.name for p in target.iterdir()) == ["g", cache.MANIFEST]
     assert [p.name for p in target.parent.iterdir()] == ["thing"]
 
@@ -73,7 +74,7 @@ def test_damage_is_noticed_and_mended(tmp_path: Path) -> None:
 
     def write(folder: Path) -> None:
         writes.append(folder)
-        cache.write_folder(folder, lambda d: (d / "f").write_text("whole") and None)
+        cache.write_folder(folder, lambda d: (d / "f").write_text("whole"))
 
     target = tmp_path / "thing"
     for damage in (lambda: None, (target / "f").unlink, lambda: (target / "f").write_text("wh")):
@@ -143,8 +144,11 @@ def test_ensure_returns_a_whole_model(
         made.append(folder)
         cache.write_folder(
             folder,
-            lambda d: (
-                [(d / p.name).write_bytes(p.read_bytes()) for p in model_dir.iterdir()] and None
+            lambda draft: shutil.copytree(
+                model_dir,
+                draft,
+                dirs_exist_ok=True,
+                ignore=shutil.ignore_patterns(cache.MANIFEST),
             ),
         )
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jinja2
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -28,6 +28,7 @@ def render(messages: list[dict[str, Any]], **options: Any) -> str:
     return environment.from_string(CHAT_TEMPLATE).render(messages=messages, **options)
 
 
+@settings(deadline=None)
 @given(st.text().filter(lambda text: not any(token in text for token in SPECIAL_TOKENS)))
 def test_any_text_survives_and_ids_are_its_bytes(text: str) -> None:
     ids = TOKENIZER.encode(text).ids

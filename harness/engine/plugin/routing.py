@@ -37,6 +37,8 @@ class RoutingLever:
 
     Attributes:
         layers: the wrapped layers, by their index in the model.
+        refusal: why routes cannot be changed; `None` if they can.
+        max_rows: most rows of a step, padding included.
         log: step log, once the first step made the device known.
     """
 
@@ -44,6 +46,7 @@ class RoutingLever:
         self.layers: dict[int, RoutedLayer] = {}
         self.refusal: str | None = None
         self.log: StepLog | None = None
+        self.max_rows = 0
         self._policy = "off"
 
     # -- set-up ----------------------------------------------------------------------------------
@@ -97,7 +100,7 @@ class RoutingLever:
         self._rank = {index: i for i, index in enumerate(sorted(self.layers))}
         self.log = StepLog(n, device)
         # Rows are padding until a step says otherwise: dummy runs must neither move nor count.
-        self.row_kind = torch.zeros(0, dtype=torch.uint8, device=device)
+        self.row_kind = torch.zeros(self.max_rows, dtype=torch.uint8, device=device)
         self.similarity = torch.eye(e, device=device).repeat(n, 1, 1)
         self.protected = torch.zeros(n, e, dtype=torch.bool, device=device)
         self.policy = torch.zeros(1, dtype=torch.int64, device=device)
@@ -106,13 +109,10 @@ class RoutingLever:
         self.renormalize = torch.ones(1, dtype=torch.bool, device=device)
         self.calls = torch.zeros(n, dtype=torch.int64, device=device)
 
-    @torch.inference_mode(False)
-    def reserve_rows(self, rows: int, device: torch.device) -> None:
-        """Room for the kinds of a step's rows; called before the first step."""
-        if self.layers and self.log is None:
+    def prepare(self, device: torch.device) -> None:
+        """Make the lever's tensors if no step has yet."""
+        if self.log is None:
             self._allocate(device)
-        if self.layers and self.row_kind.shape[0] < rows:
-            self.row_kind = torch.zeros(rows, dtype=torch.uint8, device=device)
 
     # -- live settings ---------------------------------------------------------------------------
 
@@ -190,8 +190,8 @@ class RoutingLever:
         rank = self._rank[layer]
         self.calls[rank] += 1
         kind = self.row_kind[: ids.shape[0]]
-        if kind.shape[0] < ids.shape[0]:  # profiling, before the runner said how long a step can be
-            kind = torch.zeros(ids.shape[0], dtype=torch.uint8, device=ids.device)
+        if kind.shape[0] < ids.shape[0]:
+            raise RuntimeError(f"a step of {ids.shape[0]} rows; {self.max_rows} were planned for")
         new_weights, new_ids = self._apply(rank, weights, ids, kind)
         decode = (kind == reference.DECODE).unsqueeze(1)
         before = reference.expert_set(ids, decode, self.experts).sum()
@@ -230,6 +230,7 @@ LEVER = RoutingLever()
 
 def install() -> None:
     """Have every `MoERunner` of this process wrap its router. Idempotent."""
+    from vllm.config import get_current_vllm_config
     from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
     if getattr(MoERunner.__init__, "wraps_for_pruneroute", False):
@@ -238,6 +239,9 @@ def install() -> None:
 
     def construct_and_wrap(self: Any, *args: Any, **kwargs: Any) -> None:
         construct(self, *args, **kwargs)
+        # Padding can take a step past max_num_batched_tokens.
+        scheduler = get_current_vllm_config().scheduler_config
+        LEVER.max_rows = scheduler.max_num_batched_tokens + 1024
         LEVER.wrap(self)
 
     construct_and_wrap.wraps_for_pruneroute = True  # type: ignore[attr-defined]

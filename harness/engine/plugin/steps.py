@@ -59,7 +59,7 @@ def before_step(runner: Any, scheduler_output: Any) -> None:
     note_requests(scheduler_output.scheduled_new_reqs)
     if not LEVER.layers or LEVER.refusal:
         return
-    LEVER.reserve_rows(runner.max_num_tokens + 1024, runner.device)
+    LEVER.prepare(runner.device)
     batch = runner.input_batch
     n = batch.num_reqs
     ids = batch.req_ids[:n]
