@@ -1,6 +1,6 @@
 """How alike a layer's experts are, and the small files that carry it to the engine.
 
-Frobenius similarity, as SERE defines it (arXiv: "SERE: Similarity-based Expert Re-routing"): with
+Frobenius similarity, as SERE defines it (arXiv 2602.07616): with
 A_j [tokens, hidden] what expert j makes of *every* token's hidden state, whether or not it was
 routed there and without its routing weight,
 

@@ -1,16 +1,15 @@
 """OCRBench (version 1): 1,000 questions about text in pictures, and whatever shares its format.
 
-The public file is ``OCRBench/json_files/OCRBench.json`` (earlier ``OCRBench/OCRBench.json``) of
-github.com/Yuliang-Liu/MultimodalOCR; its pictures are a separate archive linked there, unpacked as
-``OCRBench_Images``. Paper: arXiv 2305.07895. Questions and pictures come from 29 data sets, each
-under terms of its own, several for research only. Nothing of it is bundled here; whoever downloads
-it accepts those terms.
+The public file is ``OCRBench/OCRBench/OCRBench.json`` of github.com/Yuliang-Liu/MultimodalOCR
+(MIT licence); its pictures are a separate archive linked there, unpacked as ``OCRBench_Images``.
+Paper: arXiv 2305.07895. Questions and pictures were taken from other data sets, each under terms
+of its own. Nothing of it is bundled here; whoever downloads it accepts those terms.
 
 Format: a list of objects with ``dataset_name``, ``id``, ``type``, ``question``, ``answers`` and
 ``image_path``. Its quirks, all accepted: ``answers`` is a string in most items and a list in the
-others; ``id`` is a number that repeats across and within source data sets; items are grouped by
-type, so that the first hundreds are of one kind. An addition of ours: ``image_paths``, a list, for
-items with several pictures; it then takes the place of ``image_path``.
+others; ``id`` is a number that repeats across source data sets; items are grouped by type, so that
+the first hundreds are of one kind. An addition of ours: ``image_paths``, a list, for items with
+several pictures; it then takes the place of ``image_path``.
 """
 
 from __future__ import annotations
@@ -134,12 +133,12 @@ def _item(path: Path, index: int, entry: Any, seen: Counter[str]) -> Item:
     number = entry.get("id")
     if isinstance(number, bool) or not isinstance(number, int | str) or number == "":
         raise wrong("id", "a number or a text")
-    answers = entry.get("answers")
+    answers: Any = entry.get("answers")
     answers = [answers] if isinstance(answers, str) else answers
     if not _texts(answers):
         raise wrong("answers", "a text, or a list of texts")
     if "image_paths" in entry:
-        images = entry["image_paths"]
+        images: Any = entry["image_paths"]
         if not _texts(images):
             raise wrong("image_paths", "a list of file names")
     else:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import socket
 import subprocess
@@ -240,7 +239,7 @@ class Server:
                 None,
                 [
                     what + (f"; likely cause: {cause}" if cause else ""),
-                    f"last lines of {os.path.relpath(self.log_path)}:",
+                    f"last lines of {self.log_path}:",
                     tail(self.log_path),
                 ],
             )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-from harness.pocket.cache import CacheError
 from harness.pocket.model import ensure
 
 
@@ -19,7 +18,7 @@ def main() -> int:
         parser.error(f"--seed {seed}: takes a whole number >= 0")
     try:
         print(ensure(seed))
-    except CacheError as error:
+    except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

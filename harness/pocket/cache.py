@@ -96,6 +96,10 @@ def ensure_folder(folder: Path, write: Callable[[Path], object]) -> Path:
     if not is_whole(folder):
         with _lock(folder):
             if not is_whole(folder):
+                # What a killed writer left; no other writes here while the lock is held.
+                for draft in folder.parent.glob(f".{folder.name}.*"):
+                    if draft.is_dir():
+                        shutil.rmtree(draft)
                 write(folder)
     return folder
 

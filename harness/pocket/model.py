@@ -26,6 +26,10 @@ from harness.pocket.tokenizer import CHAT_TEMPLATE, tokenizer_config, tokenizer_
 SIMILARITY_FILE = "sere_similarity.safetensors"
 WEIGHTS_FILE = "model.safetensors"
 
+# Modules that what is built depends on.
+_POCKET = ("recipe.py", "tokenizer.py", "weights.py", "model.py")
+_CALIBRATION = ("similarity.py", "collect.py", "texts.py", "fingerprint.py")
+
 
 def build(folder: Path, seed: int = 0) -> None:
     """Write the checkpoint to `folder`, which appears whole or not at all.
@@ -47,8 +51,8 @@ def default_path(seed: int = 0) -> Path:
     """Where the bundled model lives: in the cache, under a name that changes with its recipe."""
     here = Path(__file__).parent
     calibration = here.parent / "calibration"
-    sources = [here / f for f in ("recipe.py", "tokenizer.py", "weights.py", "model.py")]
-    sources += [calibration / f for f in ("similarity.py", "collect.py", "texts.py")]
+    sources = [here / f for f in _POCKET]
+    sources += [calibration / f for f in _CALIBRATION]
     return cache.root() / f"pocket-{cache.source_hash(sources, str(seed))}"
 
 

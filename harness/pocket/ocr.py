@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import PIL
 from PIL import Image, ImageDraw, ImageFont
 
 from harness.pocket import cache
@@ -93,7 +94,7 @@ def ensure_ocr(*, n: int, images_per_item: int, seed: int) -> Path:
     Raises:
         ValueError, harness.pocket.cache.CacheError: as `generate`.
     """
-    version = cache.source_hash([Path(__file__)], Image.__version__)
+    version = cache.source_hash([Path(__file__)], PIL.__version__)
     folder = cache.root() / f"ocr-{version}-n{n}-i{images_per_item}-s{seed}"
     cache.ensure_folder(
         folder, lambda f: generate(f, n=n, images_per_item=images_per_item, seed=seed)

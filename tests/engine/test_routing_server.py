@@ -30,7 +30,7 @@ from tests.engine.requests_under_test import (
     text_only,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TOKENS = 12
 LAYERS, EXPERTS, TOP_K = 4, 32, 8

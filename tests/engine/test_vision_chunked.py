@@ -22,7 +22,7 @@ from tests.engine.requests_under_test import (
     picture,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TOKENS = 12
 CHUNK = 37

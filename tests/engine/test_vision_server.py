@@ -23,7 +23,7 @@ from tests.engine.requests_under_test import (
     text_only,
 )
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 TOKENS = 12
 RATIOS = ("0.8", "0.5", "0.3", "0.2")

@@ -85,6 +85,16 @@ def test_damage_is_noticed_and_mended(tmp_path: Path) -> None:
     assert len(writes) == 3
 
 
+def test_drafts_of_a_killed_writer_are_cleared(tmp_path: Path) -> None:
+    left = tmp_path / ".thing.abc"
+    left.mkdir()
+    (left / "half").write_text("x")
+    cache.ensure_folder(
+        tmp_path / "thing", lambda f: cache.write_folder(f, lambda d: (d / "f").write_text("x"))
+    )
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".thing.lock", "thing"]
+
+
 def test_cache_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(cache.CacheError, match="XDG_CACHE_HOME"):

@@ -67,15 +67,16 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
         asked = {k: processor_kwargs.pop(k) for k in _REQUEST_KEYS & processor_kwargs.keys()}
         request = layout.VisionRequest(**asked)
         self._check(inputs, request)
-        # A sender cache hands out no tensors on a hit, and a group needs those of all its images.
         plain = super().apply(
-            dataclasses.replace(inputs, hf_processor_mm_kwargs=processor_kwargs, cache=None),
-            *args,
-            **kwargs,
+            dataclasses.replace(inputs, hf_processor_mm_kwargs=processor_kwargs), *args, **kwargs
         )
         if plain["mm_placeholders"].get("image"):
             self._fuse(plain, request)
         return plain
+
+    def _cached_apply_hf_processor(self, inputs: Any, timing_ctx: Any) -> Any:
+        """Never from the cache: it hands out no tensors on a hit, and a group needs them all."""
+        return self._apply_hf_processor(inputs, timing_ctx)
 
     def _check(self, inputs: Any, request: layout.VisionRequest) -> None:
         if inputs.mm_data_items.get_all_counts().get("video", 0):
