@@ -6,8 +6,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from harness.calibration import SIMILARITY_FILE
 from harness.engine.checkpoint import read_checkpoint
-from harness.prepare import SIMILARITY_FILE
 
 
 def main() -> int:

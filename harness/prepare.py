@@ -9,14 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from harness.calibration import SIMILARITY_FILE
 from harness.engine.checkpoint import Checkpoint, read_checkpoint
 from harness.engine.command import vllm_version
 from harness.plan import Cell, canonical_routing, make_cells
 from harness.settings import Settings, SettingsError, WorkloadSettings
 from harness.workload import Workload, load_workload
-
-SIMILARITY_FILE = "sere_similarity.safetensors"
-"""Where similarity matrices lie beside a checkpoint."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 `ensure` is what most callers want. The folder is what vLLM and Transformers load by path: the
 published layout in every file, random weights (see `harness.pocket.weights`), and beside them
-``sere_similarity.safetensors``, the similarity of its experts.
+``pruneroute/sere_similarity.safetensors``, the similarity of its experts.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from harness.calibration import SIMILARITY_FILE
 from harness.pocket import cache
 from harness.pocket.recipe import (
     Recipe,
@@ -23,7 +24,6 @@ from harness.pocket.recipe import (
 )
 from harness.pocket.tokenizer import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 
-SIMILARITY_FILE = "sere_similarity.safetensors"
 WEIGHTS_FILE = "model.safetensors"
 
 # Modules that what is built depends on.

@@ -6,6 +6,9 @@ expert that the batch reads anyway, unless none is similar enough. Weights stay 
 them. Protection follows the published production design: a protected expert is never moved away
 from, and being protected changes nobody else's candidates.
 
+Ids outside 0 … E - 1 are empty slots: -1 by convention, anything in rows that only pad a captured
+graph (their inputs are leftovers, and a router makes anything of NaN). They are passed through.
+
 No function here reads a value back to the host, so that each can be captured in a CUDA graph.
 """
 
@@ -54,7 +57,7 @@ def expert_set(ids: Tensor, counted: Tensor, experts: int) -> Tensor:
         [E] bool.
     """
     bins = torch.zeros(experts + 1, dtype=torch.bool, device=ids.device)
-    index = torch.where(counted & (ids >= 0), ids.long(), experts)
+    index = torch.where(counted & (ids >= 0) & (ids < experts), ids.long(), experts)
     return bins.index_fill(0, index.flatten(), True)[:experts]
 
 
@@ -94,8 +97,8 @@ def sere(
     best, target = similarity.masked_fill(~reads, -torch.inf).max(dim=1)
     moves = (best >= threshold) & ~reads & ~protected
     table = torch.where(moves, target, torch.arange(experts, device=ids.device)).to(ids.dtype)
-    moved = table[ids.clamp(min=0).long()]
-    return torch.where(decode & ~primary & (ids >= 0), moved, ids)
+    moved = table[ids.clamp(0, experts - 1).long()]
+    return torch.where(decode & ~primary & (ids >= 0) & (ids < experts), moved, ids)
 
 
 def topk(

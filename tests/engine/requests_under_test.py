@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from PIL import Image, ImageDraw, ImageFont
 
+from harness.engine.levers import own_request_id
+
 # Portrait, landscape, square, sizes that the processor must round, and one that it must shrink.
 SIZES = (
     (128, 128),
@@ -220,8 +222,6 @@ def kept_images(server: Endpoint) -> dict[str, list[tuple[int, int]]]:
     """Vision tokens (before, after) of every image, by our request ids; since the last look."""
     images = rpc(server, "pruneroute_drain")["images"]
     return {
-        engine_id.removeprefix("chatcmpl-")[: -len("-01234567")]: [
-            (before, after) for group in groups for before, after in group
-        ]
+        own_request_id(engine_id): [(before, after) for group in groups for before, after in group]
         for engine_id, groups in images.items()
     }

@@ -128,6 +128,33 @@ def test_settings_that_change_nothing_are_off(setting: tuple[Any, ...]) -> None:
     assert counters(made) == [[distinct(ids, [DECODE] * 4)] * 2 + [0]] * len(LAYERS)
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("off", 1, 0.0, True),
+        ("sere", 1, 0.0, True),
+        ("sere", 2, 0.6, False),
+        ("sere", SLOTS, 0.0, True),
+        ("topk", 1, 0.5, True),
+        ("topk", 2, 0.5, False),
+    ],
+    ids=str,
+)
+def test_reading_the_policy_on_the_device_gives_the_same_routes(setting: tuple[Any, ...]) -> None:
+    """A captured graph cannot ask Python for the policy; it must do what Python would choose."""
+    made = lever()
+    made.set_matrices(similarities(4), (torch.arange(2 * EXPERTS) % 5 == 0).view(2, EXPERTS))
+    made.set(*setting)
+    weights, ids = routes(len(KINDS), seed=5)
+    kinds = torch.tensor(KINDS, dtype=torch.uint8)
+    for rank in range(len(LAYERS)):
+        want_weights, want_ids = made._apply_chosen(rank, weights, ids, kinds)
+        got_weights, got_ids = made._apply_all(rank, weights, ids, kinds)
+        assert torch.equal(got_ids, want_ids)
+        assert torch.equal(got_weights, want_weights)
+        assert (got_ids.dtype, got_weights.dtype) == (ids.dtype, weights.dtype)
+
+
 def state(made: RoutingLever) -> list[Any]:
     tensors = (made.policy, made.primary, made.threshold, made.renormalize)
     return [t.tolist() for t in (*tensors, made.similarity, made.protected)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -49,9 +48,9 @@ def test_an_idle_plugin_changes_nothing(server: Endpoint, stock_server: Endpoint
     assert sum(len(c.messages) > 2 for c in asked) >= 5
     shapes = {i.width > i.height for c in asked for i in c.images}
     assert shapes == {True, False}
-    for c in asked:
+    for i, c in enumerate(asked):
         want = ask(stock_server, c.messages, TOKENS)
-        for settings in ({}, {"retain_ratio": 1.0}):
+        for settings in ({"retain_ratio": 1.0}, *([{}] if i % 4 == 0 else [])):
             got = ask(server, c.messages, TOKENS, **settings)
             assert got.ids == want.ids
             assert got.logprobs == pytest.approx(want.logprobs, abs=1e-6)
@@ -145,16 +144,17 @@ def _no_deepstack(prompt: Prompt) -> Prompt:
     return dataclasses.replace(prompt, deepstack=[torch.zeros_like(d) for d in prompt.deepstack])
 
 
-@pytest.mark.parametrize("wrong", [_worst_kept, _flat_positions, _no_deepstack])
-def test_the_oracle_can_tell(oracle: Oracle, wrong: Callable[[Prompt], Prompt]) -> None:
+def test_the_oracle_can_tell(oracle: Oracle) -> None:
     """With other tokens kept, at other places, or without DeepStack, the answer is another."""
-    changed = 0
+    wrong = (_worst_kept, _flat_positions, _no_deepstack)
+    changed = dict.fromkeys(wrong, 0)
     for seed in range(8):
         c = conversation(seed)
         prompt = oracle.encode(c.messages, c.images)
         right = oracle.answer(prompt, TOKENS, "0.5")
-        changed += oracle.answer(wrong(prompt), TOKENS, "0.5").ids != right.ids
-    assert changed >= 6
+        for way in wrong:
+            changed[way] += oracle.answer(way(prompt), TOKENS, "0.5").ids != right.ids
+    assert min(changed.values()) >= 6, changed
 
 
 @pytest.mark.parametrize(

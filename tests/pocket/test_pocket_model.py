@@ -15,10 +15,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from harness.calibration import SIMILARITY_FILE
 from harness.calibration.fingerprint import model_fingerprint
 from harness.calibration.similarity import load_similarity
 from harness.pocket import cache, weights
-from harness.pocket.model import SIMILARITY_FILE, build, default_path, ensure
+from harness.pocket.model import build, default_path, ensure
 from harness.pocket.recipe import Recipe, model_config, token_id
 
 R = Recipe()

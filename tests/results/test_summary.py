@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from harness.load.record import ImageTokens, RequestRecord, RoutingCounts
+from harness.load.record import ImageTokens, RequestRecord
 from harness.plan import Cell
 from harness.results.columns import COLUMNS, columns_of
 from harness.results.summary import not_run, summarize

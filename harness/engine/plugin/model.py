@@ -48,8 +48,8 @@ class FusedGroups:
                 "PruneRoute's vision lever cannot serve mm_encoder_tp_mode=data; leave it at "
                 "'weights'"
             )
-        # Added to the positions of every step, inside captured graphs too, so one buffer for good.
-        # Padding can take a step past max_num_batched_tokens.
+        # Read by captured graphs, so one buffer for good; padding can take a step past
+        # max_num_batched_tokens.
         longest = vllm_config.scheduler_config.max_num_batched_tokens + 1024
         self._row_offsets = torch.zeros(3, longest, dtype=torch.int64)
         self._row_offsets_used = 0
@@ -165,7 +165,9 @@ class FusedGroups:
     ) -> Any:
         """As the stock method, at the positions that the rows carried."""
         if positions.dim() == 2:
-            positions = positions + self._row_offsets[:, : positions.shape[1]]
+            # In place, in the runner's own buffer, which it fills anew for every step: compiled
+            # code and captured graphs have that buffer's address and strides built in, unchecked.
+            positions += self._row_offsets[:, : positions.shape[1]]
         return super().forward(  # type: ignore[misc]
             input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs
         )

@@ -204,25 +204,43 @@ class RoutingLever:
     def _apply(
         self, rank: int, weights: Tensor, ids: Tensor, kind: Tensor
     ) -> tuple[Tensor, Tensor]:
-        similarity, protected = self.similarity[rank], self.protected[rank]
-        if ids.device.type == "cpu":  # nothing is captured here, so that Python may choose
-            if self._policy == "sere":
-                return weights, reference.sere(
-                    ids, weights, kind, similarity, protected, self.primary, self.threshold
-                )
-            if self._policy == "topk":
-                new_ids, new_weights = reference.topk(
-                    ids, weights, kind, self.primary, self.renormalize
-                )
-                return new_weights, new_ids
-            return weights, ids
-        moved = reference.sere(
-            ids, weights, kind, similarity, protected, self.primary, self.threshold
-        )
+        # On a CPU nothing is captured, so that Python may choose.
+        choose = self._apply_chosen if ids.device.type == "cpu" else self._apply_all
+        return choose(rank, weights, ids, kind)
+
+    def _apply_chosen(
+        self, rank: int, weights: Tensor, ids: Tensor, kind: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute what the policy asks for."""
+        if self._policy == "sere":
+            return weights, self._sere(rank, weights, ids, kind)
+        if self._policy == "topk":
+            new_ids, new_weights = reference.topk(
+                ids, weights, kind, self.primary, self.renormalize
+            )
+            return new_weights, new_ids
+        return weights, ids
+
+    def _apply_all(
+        self, rank: int, weights: Tensor, ids: Tensor, kind: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The same with the policy read on the device: a captured graph holds every policy."""
+        moved = self._sere(rank, weights, ids, kind)
         cut_ids, cut_weights = reference.topk(ids, weights, kind, self.primary, self.renormalize)
         is_sere, is_topk = self.policy == 2, self.policy == 1
         new_ids = torch.where(is_sere, moved, torch.where(is_topk, cut_ids, ids))
         return torch.where(is_topk, cut_weights, weights), new_ids
+
+    def _sere(self, rank: int, weights: Tensor, ids: Tensor, kind: Tensor) -> Tensor:
+        return reference.sere(
+            ids,
+            weights,
+            kind,
+            self.similarity[rank],
+            self.protected[rank],
+            self.primary,
+            self.threshold,
+        )
 
 
 LEVER = RoutingLever()
