@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +44,14 @@ class Case:
 
 @pytest.fixture(scope="module")
 def chunked(server_with: Any) -> Iterator[Endpoint]:
-    """A server that cuts every prompt into small chunks and re-uses equal prefixes."""
+    """A server that cuts prompts into small chunks, re-uses equal prefixes, and is short of blocks."""
     with server_with(
         plugin=True,
+        max_model_len=2048,
         max_num_batched_tokens=CHUNK,
         max_num_seqs=8,
         prefix_caching=True,
-        extra_args=("--enable-prompt-tokens-details",),
+        extra_args=("--enable-prompt-tokens-details", "--num-gpu-blocks-override", "70"),
     ) as server:
         yield server
 
@@ -75,39 +78,46 @@ def cases(oracle: Oracle) -> list[Case]:
     return cases_of(oracle, range(300, 310))
 
 
-def check(server: Endpoint, cases: list[Case], label: str, at_once: int = 1) -> list[Answer]:
-    """Ask all cases and hold the answers, and the tokens kept of each image, against the oracle's."""
-    answers = together(
-        lambda case: ask(
-            server,
-            case.asked.messages,
-            TOKENS,
-            request_id=f"{label}-{case.name}",
-            retain_ratio=float(case.ratio),
-        ),
-        cases,
-        at_once,
-    )
+def check(
+    server: Endpoint, cases: list[Case], label: str, at_once: int = 1, times: int = 1
+) -> list[list[Answer]]:
+    """Ask all cases and hold the answers, and the tokens kept of each image, against the oracle's.
+
+    Returns:
+        For each case, the answers to `times` repetitions.
+    """
+
+    def one(case: Case) -> list[Answer]:
+        return [
+            ask(
+                server,
+                case.asked.messages,
+                TOKENS,
+                request_id=f"{label}-{case.name}-{time}",
+                retain_ratio=float(case.ratio),
+            )
+            for time in range(times)
+        ]
+
+    answers = together(one, cases, at_once)
     kept = kept_images(server)
-    for case in cases:
-        assert case.want.margin < SCORE_TIE or kept[f"{label}-{case.name}"] == case.want.images
-    ties = sum(is_tie(got, case.want) for got, case in zip(answers, cases, strict=True))
+    ties = 0
+    for case, got in zip(cases, answers, strict=True):
+        for time in range(times):
+            images = kept[f"{label}-{case.name}-{time}"]
+            assert case.want.margin < SCORE_TIE or images == case.want.images
+            ties += is_tie(got[time], case.want)
     assert ties <= 2
     return answers
 
 
-def test_chunks_change_nothing(chunked: Endpoint, cases: list[Case]) -> None:
+def test_chunks_and_prefix_hits_change_nothing(chunked: Endpoint, cases: list[Case]) -> None:
     kept = [after for case in cases for _, after in case.want.images]
     assert sum(k > CHUNK for k in kept) >= 10
     assert {i.width > i.height for case in cases for i in case.asked.images} == {True, False}
     assert any(len(case.asked.messages) > 2 for case in cases)
-    check(chunked, cases, "first")
-
-
-def test_a_prefix_hit_changes_nothing(chunked: Endpoint, cases: list[Case]) -> None:
-    check(chunked, cases, "once")
-    again = check(chunked, cases, "again")
-    assert all(a.cached_tokens > 0 for a in again)
+    for cold, hit in check(chunked, cases, "alone", times=2):
+        assert cold.cached_tokens < hit.cached_tokens
 
 
 def test_a_hit_that_ends_inside_a_group_changes_nothing(chunked: Endpoint, oracle: Oracle) -> None:
@@ -172,8 +182,19 @@ def test_a_shared_prefix_with_another_question_changes_nothing(
     assert hits[2] > 0
 
 
-def test_batch_mates_change_nothing(chunked: Endpoint, oracle: Oracle, cases: list[Case]) -> None:
-    """All at once, in mixed steps of prefill and decode; half of them not in any cache."""
+def preemptions(server: Endpoint) -> float:
+    """Requests that had to give their KV blocks away so far, and were computed anew."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=30) as response:
+        text = response.read().decode()
+    return sum(float(n) for n in re.findall(r"^vllm:num_preemptions_total\S* (\S+)$", text, re.M))
+
+
+def test_batch_mates_and_preemption_change_nothing(
+    chunked: Endpoint, oracle: Oracle, cases: list[Case]
+) -> None:
+    """All at once, in mixed steps of prefill and decode, and more than there are blocks for."""
     fresh = cases_of(oracle, range(350, 358))
+    before = preemptions(chunked)
     crowd = [c for pair in zip(cases, fresh, strict=False) for c in pair]
     check(chunked, crowd, "crowd", at_once=12)
+    assert preemptions(chunked) > before
