@@ -39,7 +39,10 @@ def tensors(model_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.iterdir()}
+    files = (p for p in folder.rglob("*") if p.is_file())
+    return {
+        p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files
+    }
 
 
 def test_same_seed_same_bytes_other_seed_other_weights(model_dir: Path, tmp_path: Path) -> None:
