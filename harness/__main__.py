@@ -71,7 +71,11 @@ def main() -> None:
         {"app_name": "harness", "header": "", "footer": "", "template": help_text()},
         group="hydra/help",
     )
-    run_one()
+    try:
+        run_one()
+    except KeyboardInterrupt:
+        print("interrupted before anything was started", file=sys.stderr)
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from harness.workload import Workload
 from kernels.visionzip.budget import kept_count
 
 _WARMUP_CONCURRENCY = 4
+_DEATH_SHOWS_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -68,9 +70,9 @@ async def run_cell(
         _set_levers(engine, settings, similarity_path)
         run, telemetry = await _measure(engine, settings, workload, schedule, bodies, on_progress)
     except EngineError as e:
-        stopped = e.reason if isinstance(e, _Stopped) else engine.failure()
-        reason = stopped or str(e)
-        error = f"not sent: {first_line(reason)}"
+        stopped = e.reason if isinstance(e, _Stopped) else await _death(engine)
+        reason = stopped or first_line(str(e))
+        error = f"not sent: {reason}"
         unsent = tuple(
             RequestRecord(b.request_id, b.sample_id, offset, error=error)
             for b, offset in zip(bodies, schedule.offsets_s, strict=True)
@@ -100,6 +102,10 @@ async def _measure(
 ) -> tuple[LoadRun, Telemetry | None]:
     """Warm up, empty the caches again, run the load, and fetch what the engine saw of it."""
     url = f"{engine.url}/v1/chat/completions"
+
+    async def watch() -> str:
+        return first_line(await engine.watch())
+
     async with open_session() as session:
 
         async def send(request: PreparedRequest) -> StreamOutcome:
@@ -118,7 +124,7 @@ async def _measure(
                 schedule=draw(_warmup_load(settings.load, len(warmups)), len(warmups)),
                 bodies=_prepare(warmups, engine, settings, "pr-warmup"),
                 send=send,
-                abort=engine.watch,
+                abort=watch,
             )
             if warm.stopped is not None:
                 raise _Stopped(warm.stopped)
@@ -127,11 +133,22 @@ async def _measure(
         if engine.hooks is not None:
             engine.levers.drain()
         run = await run_load(
-            schedule=schedule, bodies=bodies, send=send, on_progress=on_progress, abort=engine.watch
+            schedule=schedule, bodies=bodies, send=send, on_progress=on_progress, abort=watch
         )
     if engine.hooks is None or (run.stopped is not None and engine.failure() is not None):
         return run, None
     return run, engine.levers.drain()
+
+
+async def _death(engine: Engine) -> str | None:
+    """Whether a control call failed because the engine is dying: that shows a moment later."""
+    deadline = asyncio.get_running_loop().time() + _DEATH_SHOWS_S
+    while asyncio.get_running_loop().time() < deadline:
+        failure = engine.failure()
+        if failure is not None:
+            return first_line(failure)
+        await asyncio.sleep(0.2)
+    return None
 
 
 class _Stopped(EngineError):

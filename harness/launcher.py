@@ -19,6 +19,7 @@ from hydra.core.utils import JobReturn
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from harness.settings import Settings, SettingsError
 
@@ -56,11 +57,10 @@ def settings_of(configs: Sequence[DictConfig]) -> list[Settings]:
     """
     settings, findings = [], []
     for config in configs:
-        tree = to_tree(config)
         try:
-            settings.append(Settings.from_tree(tree))
-        except SettingsError as e:
-            findings += str(e).splitlines()
+            settings.append(Settings.from_tree(to_tree(config)))
+        except (SettingsError, OmegaConfBaseException) as e:
+            findings += [line for line in str(e).splitlines() if line.strip()]
     if findings:
         print("error: nothing was started; these settings are wrong:", file=sys.stderr)
         for finding in dict.fromkeys(findings):

@@ -149,6 +149,11 @@ def _unfit(s: Settings, checkpoint: Checkpoint | None, workload: Workload) -> li
             f"model.path={checkpoint.path}: {checkpoint.architecture} takes no images, and the "
             "workload has some"
         )
+    layer, depth = s.vision.layer, checkpoint.vision_layers
+    if depth is not None and not -depth <= layer < depth:
+        findings.append(
+            f"vision.layer={layer}: the vision encoder has {depth} layers; takes -{depth} to {depth - 1}"
+        )
     k = s.routing.primary_experts
     if k is not None and s.routing.policy != "off":
         if checkpoint.top_k is None:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
+
+_HUGE = 2.0**63
+"""No setting is this large; NaN is not less than it either."""
 
 
 class SettingsError(ValueError):
@@ -34,7 +36,7 @@ def _one_of(*names: str) -> _Check:
 
 
 def _number(takes: str, test: Callable[[Any], bool]) -> _Check:
-    return _Check(lambda v: math.isfinite(v) and test(v), takes)
+    return _Check(lambda v: abs(v) < _HUGE and test(v), takes)
 
 
 def _at_least(low: float) -> _Check:
@@ -238,7 +240,10 @@ def _convert(kind: type, value: Any) -> Any:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
     if kind is float:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return float(value) if is_number else None
+        try:
+            return float(value) if is_number else None
+        except OverflowError:  # a whole number of hundreds of digits
+            return None
     if kind is str:
         # YAML reads a bare `off` as false; where text is expected the word was meant.
         if isinstance(value, bool):
@@ -279,8 +284,8 @@ def _contradictions(s: Settings) -> typing.Iterator[str]:
             )
     e = s.engine
     if e.kind == "remote":
-        if e.url is None:
-            yield "engine.url=None: engine=remote takes the base URL of a running server"
+        if not (e.url or "").startswith(("http://", "https://")):
+            yield f"engine.url={e.url!r}: engine=remote takes a base URL, http://… or https://…"
     elif e.url is not None:
         yield f"engine.url={e.url!r}: only engine=remote has one; takes null"
     if e.kind != "gpu" and e.memory_fraction is not None:

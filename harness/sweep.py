@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import signal
+import sys
 from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 
 from harness.cell import CellOutcome, first_line, run_cell
 from harness.engine.engine import Engine, running
-from harness.engine.server import EngineError
+from harness.engine.server import EngineError, tail
 from harness.load.schedule import draw
 from harness.plan import Cell, engine_of
 from harness.prepare import Prepared, prepare
@@ -51,11 +54,17 @@ def run_sweep(settings: Sequence[Settings], argv: Sequence[str]) -> int:
         try:
             sweep.run()
         except KeyboardInterrupt:
-            sweep.problem = "interrupted; finished cells are kept"
+            sweep.problems.append("interrupted; finished cells are kept")
             sweep.status = TERMINATED if terminated else INTERRUPTED
         finally:
-            # Results are written even now: a second Ctrl-C may cut this short, and loses no records.
-            sweep.write_results()
+            try:
+                sweep.write_results()
+            except KeyboardInterrupt:
+                # No record is lost; only what is made from them.
+                sweep.problems.append(
+                    "interrupted again; `python -m harness.report` makes the rest"
+                )
+                sweep.status = INTERRUPTED
     return sweep.close()
 
 
@@ -68,7 +77,7 @@ class _Sweep:
         self.prepared, self.run_folder, self.console = prepared, run, console
         self.finished = finished
         self.rows: dict[str, dict[str, Any]] = {i: dict(run.summary(i)) for i in finished}
-        self.problem: str | None = None
+        self.problems: list[str] = []
         self.status = OK
 
     def run(self) -> None:
@@ -81,7 +90,7 @@ class _Sweep:
                     if cell.id in self.finished:
                         progress.skip(cell)
                 waiting = [c for c in own if c.id not in self.finished]
-                if waiting and self.problem is None:
+                if waiting:
                     self._run_on_one_engine(waiting, number, progress)
 
     def _run_on_one_engine(
@@ -103,11 +112,14 @@ class _Sweep:
                     if outcome.stopped == "interrupted":
                         raise KeyboardInterrupt
                     if outcome.stopped is not None or engine.failure() is not None:
-                        raise EngineError(engine.failure() or outcome.stopped)
+                        raise EngineError(
+                            engine.failure()
+                            or f"{outcome.stopped}\nlast lines of {_near(log)}:\n{tail(log)}"
+                        )
         except EngineError as e:
-            self.problem = str(e)
+            self.problems.append(str(e))
             for cell in cells[done:]:
-                self._write_unrun(cell, f"not run: {first_line(self.problem)}")
+                self._write_unrun(cell, f"not run: {first_line(str(e))}")
 
     def _write_unrun(self, cell: Cell, failure: str) -> None:
         """Keep the reason why a cell never ran."""
@@ -163,20 +175,24 @@ class _Sweep:
     def write_results(self) -> None:
         """`results.csv` and `report.html` from all that is there, and `latest`."""
         self._write_csv()
-        self.report = write_report(self.run_folder)
+        write_report(self.run_folder)
         self.run_folder.point_latest()
 
     def close(self) -> int:
         """Say how it went; gives the exit status."""
         rows = self._all_rows()
         self.console.print(terminal_table(rows))
-        if self.problem is not None:
+        for problem in self.problems:
             self.console.print(
-                f"error: {self.problem}", style="red", markup=False, highlight=False, soft_wrap=True
+                f"error: {problem}", style="red", markup=False, highlight=False, soft_wrap=True
             )
-        print(f"results: {_near(self.run_folder.path / 'results.csv')}")
-        print(f"report:  {_near(self.report)}")
-        if self.status == OK and (self.problem or any(r["status"] != "ok" for r in rows)):
+        try:
+            print(f"results: {_near(self.run_folder.path / 'results.csv')}", flush=True)
+            print(f"report:  {_near(self.run_folder.path / 'report.html')}", flush=True)
+        except BrokenPipeError:
+            # Whoever read this has gone; the interpreter would complain again at its end.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if self.status == OK and (self.problems or any(r["status"] != "ok" for r in rows)):
             return SOME_FAILED
         return self.status
 
@@ -188,6 +204,7 @@ def _open_run(
     report = settings.report
     if report.resume is not None:
         run = RunFolder.open(Path(report.resume))
+        _claim(run)
         planned, wanted = set(run.planned_ids()), {c.id for c in prepared.cells}
         if planned != wanted:
             raise ResultsError(
@@ -202,6 +219,7 @@ def _open_run(
         return run, finished
     now = datetime.now().astimezone()
     run = RunFolder.create(Path(report.folder), report.name, now)
+    _claim(run)
     run.write_plan(
         plan_tree(
             name=report.name,
@@ -215,6 +233,24 @@ def _open_run(
     for workload, loaded in prepared.workloads.items():
         run.write_samples(workload, loaded.samples)
     return run, frozenset()
+
+
+_claims: list[IO[str]] = []
+
+
+def _claim(run: RunFolder) -> None:
+    """Keep other processes out of a run's folder for as long as this one lives.
+
+    Raises:
+        ResultsError: another process is in it.
+    """
+    lock = (run.path / ".lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        lock.close()
+        raise ResultsError(f"{run.path}: another process is running it") from None
+    _claims.append(lock)
 
 
 def _cache_policy(cells: Sequence[Cell]) -> str:

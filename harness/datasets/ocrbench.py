@@ -88,7 +88,7 @@ def read_items(path: Path) -> tuple[Item, ...]:
         entries = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise DatasetError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DatasetError(f"{path}: not JSON in UTF-8 ({error})") from error
     if not isinstance(entries, list):
         raise DatasetError(f"{path}: expected a list of items, found {type(entries).__name__}")

@@ -23,6 +23,7 @@ class Checkpoint:
         experts: routed experts per layer; `None` likewise.
         moe_layers: layers that have experts; 0 likewise.
         has_vision: whether it takes images.
+        vision_layers: layers of its vision encoder, where the configuration says so.
     """
 
     path: Path
@@ -31,6 +32,7 @@ class Checkpoint:
     experts: int | None
     moe_layers: int
     has_vision: bool
+    vision_layers: int | None
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -54,19 +56,28 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as e:
         raise CheckpointError(f"{where}: config.json cannot be read: {e}") from e
     architectures = config.get("architectures") if isinstance(config, dict) else None
-    if not architectures:
+    if not isinstance(architectures, list) or not architectures:
         raise CheckpointError(f"{where}: config.json names no architecture")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise CheckpointError(f"{where}: has no weights (*.safetensors)")
+    try:
+        return _read_fields(folder, config)
+    except (AttributeError, KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(f"{where}: config.json is damaged or incomplete: {e!r}") from e
+
+
+def _read_fields(folder: Path, config: dict[str, Any]) -> Checkpoint:
     text = config.get("text_config", config)
     experts = text.get("num_experts") or text.get("n_routed_experts")
+    vision = config.get("vision_config")
     return Checkpoint(
         path=folder,
-        architecture=architectures[0],
-        top_k=text.get("num_experts_per_tok") if experts else None,
-        experts=experts,
+        architecture=str(config["architectures"][0]),
+        top_k=int(text["num_experts_per_tok"]) if experts else None,
+        experts=int(experts) if experts else None,
         moe_layers=_moe_layers(text) if experts else 0,
-        has_vision="vision_config" in config,
+        has_vision=vision is not None,
+        vision_layers=vision.get("depth") if vision is not None else None,
     )
 
 

@@ -77,6 +77,8 @@ def serve_environment(engine: EngineSettings, base: Mapping[str, str]) -> dict[s
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",
     }
+    # It would lock out the control side of a server that only this machine can reach.
+    environment.pop("VLLM_API_KEY", None)
     if engine.kv_cache_gib is not None:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(engine.kv_cache_gib)
     return environment

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import urllib.request
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from harness.engine.command import (
     vllm_version,
     wants_trust_flag,
 )
+from harness.engine.control import HttpFailure, call
 from harness.engine.levers import Hooks, Levers
 from harness.engine.probe import probe
 from harness.engine.server import EngineError, Server, free_port
@@ -77,7 +77,9 @@ def running(
     check_vllm(vllm_version())
     port = free_port()
     command = serve_command(settings, checkpoint, port, trust_flag=wants_trust_flag())
-    log_path.write_text(f"$ {json.dumps(command)}\n")
+    # A run that is gone on with keeps what earlier starts said.
+    with log_path.open("a") as log:
+        log.write(f"$ {json.dumps(command)}\n")
     server = Server(
         command, serve_environment(settings, os.environ), port, log_path, settings.stop_timeout_s
     )
@@ -174,12 +176,11 @@ def _connect(settings: EngineSettings, arms: Sequence[Settings]) -> Engine:
 
 
 def _served_model(url: str, headers: Mapping[str, str]) -> str:
-    request = urllib.request.Request(f"{url}/v1/models", headers=dict(headers))
     try:
-        with urllib.request.urlopen(request, timeout=30) as response:
-            model: str = json.loads(response.read())["data"][0]["id"]
-            return model
-    except (OSError, ValueError, KeyError, IndexError) as e:
+        answer = call(f"{url}/v1/models", timeout_s=30, headers=headers)
+        model = json.loads(answer)["data"][0]["id"]
+    except (HttpFailure, ValueError, KeyError, IndexError, TypeError) as e:
         raise EngineError(
             f"engine.url={url}: asked {url}/v1/models for a model and got: {e}"
         ) from e
+    return str(model)

@@ -6,12 +6,11 @@ import base64
 import binascii
 import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from harness.engine.control import HttpFailure, call
 from harness.engine.server import EngineError
 from harness.load.record import ImageTokens, RoutingCounts
 from harness.settings import RoutingSettings
@@ -148,30 +147,25 @@ class Levers:
     def _rpc(self, method: str, *args: str) -> dict[str, Any]:
         body = json.dumps({"method": method, "args": args}).encode()
         answer = self._post("/collective_rpc", body)
-        # Every rank of the model answers; they hold the same settings, and rank 0 counts for all.
-        first: dict[str, Any] = json.loads(answer)["results"][0]
-        return first
+        try:
+            # Every rank of the model answers; they hold the same settings, and rank 0 counts for all.
+            first: dict[str, Any] = json.loads(answer)["results"][0]
+            return dict(first)
+        except (ValueError, KeyError, IndexError, TypeError) as e:
+            raise EngineError(
+                f"{self._url} did not answer {method} as PruneRoute's plugin does; start the server "
+                "with the plugin and --worker-extension-cls, or take engine.plugin=false"
+            ) from e
 
     def _post(self, path: str, body: bytes) -> bytes:
-        request = urllib.request.Request(
-            self._url + path,
-            body,
-            {"Content-Type": "application/json", **self._headers},
-            method="POST",
-        )
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
-                data: bytes = response.read()
-                return data
-        except urllib.error.HTTPError as e:
-            detail = e.read(500).decode(errors="replace")
-            if e.code == 404:
+            return call(self._url + path, body, timeout_s=self._timeout_s, headers=self._headers)
+        except HttpFailure as e:
+            if e.status == 404:
                 raise EngineError(
                     f"{self._url}{path}: no such endpoint; the server must run with "
                     "VLLM_SERVER_DEV_MODE=1 (on a loopback address only)"
                 ) from e
-            raise EngineError(f"{self._url}{path}: status {e.code}: {detail}") from e
-        except OSError as e:
             raise EngineError(f"{self._url}{path}: {e}") from e
 
 

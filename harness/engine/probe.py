@@ -5,11 +5,10 @@ from __future__ import annotations
 import base64
 import io
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from harness.engine.control import HttpFailure, call
 from harness.engine.levers import Hooks, Levers
 from harness.engine.server import EngineError
 from harness.settings import RoutingSettings
@@ -84,19 +83,16 @@ def _ask(
     }
     if mm_processor_kwargs is not None:
         body["mm_processor_kwargs"] = mm_processor_kwargs
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json", "X-Request-Id": _REQUEST_ID, **headers},
-    )
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
-            tokens: int = json.loads(response.read())["usage"]["completion_tokens"]
-            return tokens
-    except urllib.error.HTTPError as e:
-        detail = e.read(500).decode(errors="replace")
-        raise EngineError(f"the probe request got status {e.code}: {detail}") from e
-    except OSError as e:
+        answer = call(
+            f"{url}/v1/chat/completions",
+            json.dumps(body).encode(),
+            timeout_s=120,
+            headers={"X-Request-Id": _REQUEST_ID, **headers},
+        )
+        tokens: int = json.loads(answer)["usage"]["completion_tokens"]
+        return tokens
+    except (HttpFailure, ValueError, KeyError, TypeError) as e:
         raise EngineError(f"the probe request failed: {e}") from e
 
 

@@ -8,15 +8,17 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from harness.engine.control import HttpFailure, call
 from harness.engine.warden import group_alive, stop_group
 
 _POLL_S = 0.25
 _TAIL_LINES = 15
+
+
+_TEARDOWN = re.compile(r"nanobind|^ - leaked|refleaks|resource_tracker")
 
 
 class EngineError(RuntimeError):
@@ -74,6 +76,10 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         r"PruneRoute's .*",
         "{line}",
     ),
+    (
+        r"EngineDeadError|Engine core proc \S+ died|EngineCore encountered a fatal error",
+        "the engine behind the server died; its own lines in the log say more",
+    ),
 )
 
 
@@ -98,9 +104,12 @@ def likely_cause(log: str, status: int | None) -> str | None:
 def tail(path: Path, lines: int = _TAIL_LINES) -> str:
     """The last lines of a text file, empty if it cannot be read."""
     try:
-        return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+        text = path.read_text(errors="replace")
     except OSError:
         return ""
+    # What interpreters say of themselves while they are torn down hides what happened before.
+    told = [line for line in text.splitlines() if not _TEARDOWN.search(line)]
+    return "\n".join(told[-lines:])
 
 
 def free_port() -> int:
@@ -221,13 +230,10 @@ class Server:
 
     def _health(self) -> int | None:
         try:
-            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as response:
-                status: int = response.status
-                return status
-        except urllib.error.HTTPError as e:
-            return e.code
-        except OSError:
-            return None
+            call(f"{self.url}/health", timeout_s=5)
+        except HttpFailure as e:
+            return e.status
+        return 200
 
     def _describe(self, what: str) -> str:
         cause = likely_cause(

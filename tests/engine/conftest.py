@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from harness.engine.checkpoint import read_checkpoint
@@ -18,6 +19,9 @@ from harness.engine.server import Server, free_port
 from harness.help import conf_folder
 from harness.pocket.model import ensure
 from harness.settings import EngineSettings
+
+# The engine has a core to itself; a second thread here would wait for it at every operation.
+torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
