@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.engine.requests_under_test import (
     data_url,
     kept_images,
     picture,
+    text_only,
 )
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
@@ -200,7 +202,11 @@ def test_batch_mates_and_preemption_change_nothing(
 ) -> None:
     """All at once, in mixed steps of prefill and decode, and more than there are blocks for."""
     fresh = cases_of(oracle, range(350, 358))
-    before = preemptions(chunked)
     crowd = [c for pair in zip(cases, fresh, strict=False) for c in pair]
-    check(chunked, crowd, "crowd", at_once=12)
+    before = preemptions(chunked)
+    with ThreadPoolExecutor(4) as pool:
+        # Long answers came first, and so keep their blocks while others lose theirs.
+        writers = [pool.submit(ask, chunked, text_only(s).messages, 450) for s in range(360, 364)]
+        check(chunked, crowd, "crowd", at_once=12)
+        assert all(len(w.result().ids) == 450 for w in writers)
     assert preemptions(chunked) > before
