@@ -1,4 +1,4 @@
-"""Real servers for the tests that need one, started once a configuration and shared."""
+"""Real servers for the tests that need one, shared by the tests of a module: an idle one takes a core."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def server_with(tmp_path_factory: pytest.TempPathFactory) -> ServerWith:
     return start
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def plugin_server(server_with: ServerWith) -> Iterator[RunningServer]:
     """A server with the plugin."""
     with server_with(plugin=True) as server:
         yield server
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def stock_server(server_with: ServerWith) -> Iterator[RunningServer]:
     """The same server without the plugin."""
     with server_with(plugin=False) as server:
