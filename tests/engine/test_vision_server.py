@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from harness.pocket.model import ensure
 from tests.engine.comparing import SCORE_TIE, is_tie, together
 from tests.engine.oracle import Oracle, Prompt
 from tests.engine.requests_under_test import (
+    Answer,
     Conversation,
     Endpoint,
     Refused,
@@ -29,8 +31,16 @@ RATIOS = ("0.8", "0.5", "0.3", "0.2")
 
 
 @pytest.fixture(scope="module")
-def server(plugin_server: Endpoint) -> Endpoint:
-    """The server with the plugin, routing off."""
+def stock_answers(server_with: Any) -> list[tuple[Conversation, Answer]]:
+    """What the server says without the plugin. It ends here: an idle server takes a core."""
+    asked = [conversation(s) for s in range(100, 126)] + [text_only(s) for s in range(126, 132)]
+    with server_with(plugin=False) as stock:
+        return [(c, ask(stock, c.messages, TOKENS)) for c in asked]
+
+
+@pytest.fixture(scope="module")
+def server(stock_answers: object, plugin_server: Endpoint) -> Endpoint:
+    """The server with the plugin, routing off; started after the other one has ended."""
     ask(plugin_server, text_only(0).messages, 1)  # levers can be set after the first step
     assert set_routing(plugin_server, "off") is None
     return plugin_server
@@ -41,15 +51,15 @@ def oracle() -> Oracle:
     return Oracle(ensure())
 
 
-def test_an_idle_plugin_changes_nothing(server: Endpoint, stock_server: Endpoint) -> None:
+def test_an_idle_plugin_changes_nothing(
+    server: Endpoint, stock_answers: list[tuple[Conversation, Answer]]
+) -> None:
     """Keeping all, the fused group must be what the images were one by one, to the last token."""
-    asked = [conversation(s) for s in range(100, 126)] + [text_only(s) for s in range(126, 132)]
+    asked = [c for c, _ in stock_answers]
     assert {len(c.images) for c in asked} >= {0, 1, 2, 3, 5}
     assert sum(len(c.messages) > 2 for c in asked) >= 5
-    shapes = {i.width > i.height for c in asked for i in c.images}
-    assert shapes == {True, False}
-    for i, c in enumerate(asked):
-        want = ask(stock_server, c.messages, TOKENS)
+    assert {i.width > i.height for c in asked for i in c.images} == {True, False}
+    for i, (c, want) in enumerate(stock_answers):
         for settings in ({"retain_ratio": 1.0}, *([{}] if i % 4 == 0 else [])):
             got = ask(server, c.messages, TOKENS, **settings)
             assert got.ids == want.ids
