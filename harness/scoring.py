@@ -8,7 +8,10 @@ from types import MappingProxyType
 
 from harness.datasets.sample import Sample
 from harness.load.record import RequestRecord
-from metrics.edit_distance import edit_similarity
+from metrics.choice import correct
+from metrics.citation_format import citation_format
+from metrics.citations import image_ids, without_citations
+from metrics.edit_distance import edit_similarity, sequence_similarity
 from metrics.kendall import kendall
 from metrics.ocrbench import is_formula, ocrbench
 from metrics.rouge1 import rouge1
@@ -35,7 +38,38 @@ def score_ocrbench(sample: Sample, answer: str) -> Mapping[str, float]:
     return scores | {"kendall": max(order)} if order else scores
 
 
-SCORERS: Mapping[str, Scorer] = MappingProxyType({"ocrbench": score_ocrbench})
+def score_ccbench(sample: Sample, answer: str) -> Mapping[str, float]:
+    """CCBench's point for one row: ``ccbench``, 1 if the answer names the right option, else 0."""
+    options = sample.metadata["options"]
+    return {"ccbench": max(correct(answer, options, ref) for ref in sample.references)}
+
+
+def score_rag_igbench(sample: Sample, answer: str) -> Mapping[str, float]:
+    """Text, choice and order of images, and form of a RAG-IGBench answer, each by its best reference.
+
+    Returns:
+        ``rouge1`` of the text without citations, ``image_edit`` of the sequences of image ids (both
+        0..1), ``citation_format`` (0 or 1), and ``kendall`` (0..1) of the order of images, unless
+        fewer than two are shared with every reference.
+    """
+    said, ids = without_citations(answer), image_ids(answer)
+    golds = [image_ids(ref) for ref in sample.references]
+    order = [k for gold in golds if (k := kendall(ids, gold)) is not None]
+    scores = {
+        "rouge1": max(rouge1(said, without_citations(ref)) for ref in sample.references),
+        "image_edit": max(sequence_similarity(ids, gold) for gold in golds),
+        "citation_format": citation_format(answer, len(sample.images)),
+    }
+    return scores | {"kendall": max(order)} if order else scores
+
+
+SCORERS: Mapping[str, Scorer] = MappingProxyType(
+    {
+        "ocrbench": score_ocrbench,
+        "ccbench": score_ccbench,
+        "rag_igbench": score_rag_igbench,
+    }
+)
 
 
 def score(record: RequestRecord, sample: Sample) -> RequestRecord:

@@ -32,4 +32,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("rouge1", "0..1", "higher", "metrics.rouge1", "rouge1"),
     Metric("edit_similarity", "0..1", "higher", "metrics.edit_distance", "edit_similarity"),
     Metric("kendall", "0..1", "higher", "metrics.kendall", "kendall"),
+    Metric("ccbench", "0 or 1", "higher", "metrics.choice", "correct"),
+    Metric("image_edit", "0..1", "higher", "metrics.edit_distance", "sequence_similarity"),
+    Metric("citation_format", "0 or 1", "higher", "metrics.citation_format", "citation_format"),
 )

@@ -14,19 +14,17 @@ several pictures; it then takes the place of ``image_path``.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from PIL import Image as PillowImage
-
+from harness.datasets.draw import distinct, stratified
 from harness.datasets.errors import DatasetError
+from harness.datasets.pictures import read_picture
 from harness.datasets.sample import Image, Message, Sample, Text
 
 SCORER = "ocrbench"
@@ -75,7 +73,8 @@ def load(path: Path, *, samples: int, seed: int) -> tuple[Sample, ...]:
     items = read_items(path)
     if len(items) < samples:
         raise DatasetError(f"{path}: {samples} samples asked for, but it holds {len(items)} items")
-    return tuple(_sample(path, item) for item in stratified(items, samples, seed))
+    drawn = stratified(items, samples, seed, name=lambda i: i.id, stratum=lambda i: i.type)
+    return tuple(_sample(path, item) for item in drawn)
 
 
 def read_items(path: Path) -> tuple[Item, ...]:
@@ -94,30 +93,6 @@ def read_items(path: Path) -> tuple[Item, ...]:
         raise DatasetError(f"{path}: expected a list of items, found {type(entries).__name__}")
     seen: Counter[str] = Counter()
     return tuple(_item(path, index, entry, seen) for index, entry in enumerate(entries))
-
-
-def stratified(items: Sequence[Item], samples: int, seed: int) -> tuple[Item, ...]:
-    """`samples` of the items, each type in proportion to its size (largest remainder).
-
-    Ties in the rounding go to the type that comes first in the file.
-    """
-    ranked = sorted(items, key=lambda item: _rank(seed, item.id))
-    sizes = Counter(item.type for item in items)
-    shares = {kind: samples * size / len(items) for kind, size in sizes.items()}
-    quota = {kind: int(share) for kind, share in shares.items()}
-    by_remainder = sorted(quota, key=lambda kind: quota[kind] - shares[kind])
-    for kind in by_remainder[: samples - sum(quota.values())]:
-        quota[kind] += 1
-    chosen = []
-    for item in ranked:
-        if quota[item.type] > 0:
-            quota[item.type] -= 1
-            chosen.append(item)
-    return tuple(chosen)
-
-
-def _rank(seed: int, name: str) -> str:
-    return hashlib.sha256(f"{seed}/{name}".encode()).hexdigest()
 
 
 def _item(path: Path, index: int, entry: Any, seen: Counter[str]) -> Item:
@@ -145,10 +120,8 @@ def _item(path: Path, index: int, entry: Any, seen: Counter[str]) -> Item:
         images = [entry.get("image_path")]
         if not _texts(images):
             raise wrong("image_path", "a file name")
-    name = f"{entry['dataset_name']}/{number}"
-    seen[name] += 1
     return Item(
-        id=name if seen[name] == 1 else f"{name}#{seen[name]}",
+        id=distinct(f"{entry['dataset_name']}/{number}", seen),
         dataset_name=entry["dataset_name"],
         type=entry["type"],
         question=entry["question"],
@@ -186,27 +159,4 @@ def _image(path: Path, item: Item, name: str) -> Image:
     if file is None:
         looked = ", ".join(str(place) for place in places)
         raise DatasetError(f"{path}: {item.id}: picture {name} not found; looked for {looked}")
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise DatasetError(f"{file}: cannot be read ({error.strerror})") from error
-    return Image(data, _media_type(file, data), name)
-
-
-def _media_type(file: Path, data: bytes) -> str:
-    """The IANA type of an encoded picture, once it is known to decode.
-
-    Raises:
-        DatasetError: it does not.
-    """
-    try:
-        with PillowImage.open(io.BytesIO(data)) as picture:
-            kind = PillowImage.MIME.get(picture.format or "", "")
-            # `verify` checks structure only in some formats; decoding finds truncation in all.
-            picture.load()
-    # Pillow's decoders raise these, SyntaxError included, for bytes that are no valid picture.
-    except (OSError, ValueError, SyntaxError, PillowImage.DecompressionBombError) as error:
-        raise DatasetError(f"{file}: not a picture that can be decoded ({error})") from error
-    if not kind:
-        raise DatasetError(f"{file}: format {picture.format} has no media type")
-    return kind
+    return read_picture(file, name)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image as PillowImage
 
 from harness.datasets.errors import DatasetError
-from harness.datasets.ocrbench import load, read_items, stratified
+from harness.datasets.ocrbench import load, read_items
 from harness.datasets.sample import Image, Text
 
 
@@ -90,21 +90,12 @@ def test_several_pictures_in_order_and_media_types_from_content(tmp_path: Path) 
     assert [i.media_type for i in sample.images] == ["image/webp", "image/jpeg"]
 
 
-def test_sampling_is_stratified_reproducible_and_exact(tmp_path: Path) -> None:
+def test_sampling_is_by_type(tmp_path: Path) -> None:
     kinds = ["A"] * 50 + ["B"] * 30 + ["C"] * 20
     path = write(tmp_path, [entry(id=i, type=k) for i, k in enumerate(kinds)])
-    items = read_items(path)
-    drawn = stratified(items, 10, seed=1)
-    assert Counter(i.type for i in drawn) == {"A": 5, "B": 3, "C": 2}
-    assert drawn == stratified(items, 10, seed=1)
-    assert drawn != stratified(items, 10, seed=2)
-    assert len({i.type for i in drawn[:5]}) > 1  # types are mixed, not in blocks
-    for samples in range(1, 101):
-        drawn = stratified(items, samples, seed=3)
-        assert len(drawn) == len({i.id for i in drawn}) == samples
-    assert [s.id for s in load(path, samples=4, seed=5)] == [
-        i.id for i in stratified(items, 4, seed=5)
-    ]
+    drawn = load(path, samples=10, seed=1)
+    assert Counter(s.category for s in drawn) == {"A": 5, "B": 3, "C": 2}
+    assert drawn == load(path, samples=10, seed=1)
 
 
 def test_too_few_items(tmp_path: Path) -> None:

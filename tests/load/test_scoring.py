@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from harness.datasets.sample import Message, Sample, Text
+from harness.datasets.sample import Image, Message, Sample, Text
 from harness.load.record import RequestRecord
 from harness.scoring import SCORERS, score
 
@@ -60,6 +60,43 @@ def test_formulas_are_known_by_data_set_or_category() -> None:
     formula = replace(SAMPLE, references=("x ^ {2}",), metadata={"dataset_name": "HME100k"})
     assert scores(formula, text="x^{2}")["ocrbench"] == 1
     assert scores(replace(formula, metadata={}), text="x^{2}")["ocrbench"] == 0
+
+
+CHOICE = replace(
+    SAMPLE,
+    references=("B",),
+    scorer="ccbench",
+    metadata={"options": {"A": "apple", "B": "pear"}, "answer": "B"},
+)
+
+
+def test_a_choice_is_right_or_wrong() -> None:
+    assert scores(CHOICE, text="选B") == {"ccbench": 1.0}
+    assert scores(CHOICE, text="Pear.") == {"ccbench": 1.0}
+    assert scores(CHOICE, text="A or B") == {"ccbench": 0.0}
+    assert scores(CHOICE, error="HTTP 500") == {"ccbench": 0.0}
+
+
+SHOWING = replace(
+    SAMPLE,
+    messages=(Message("user", (Image(b"", "image/png", "x"),) * 3),),
+    references=("turn the key ![key](IMG#1) push ![door](IMG#3)",),
+    scorer="rag_igbench",
+)
+
+
+def test_an_answer_that_shows_pictures() -> None:
+    (gold,) = SHOWING.references
+    perfect = {"rouge1": 1.0, "image_edit": 1.0, "citation_format": 1.0, "kendall": 1.0}
+    assert scores(SHOWING, text=gold) == perfect
+    other_alt = gold.replace("[key]", "[a long thin thing]") + "<sup>[1](DOC#1)</sup>"
+    assert scores(SHOWING, text=other_alt) == perfect
+    turned = "turn the key ![door](IMG#3) push ![key](IMG#1)"
+    assert scores(SHOWING, text=turned) == perfect | {"image_edit": 0.0, "kendall": 0.0}
+    one = "turn the key push ![door](IMG#3)"
+    assert scores(SHOWING, text=one) == {"rouge1": 1.0, "image_edit": 0.5, "citation_format": 1.0}
+    assert scores(SHOWING, text=gold.replace("#3", "#4"))["citation_format"] == 0
+    assert scores(SHOWING, error="HTTP 500") == dict.fromkeys(perfect, 0.0)
 
 
 def test_mistakes_are_named() -> None:
