@@ -116,7 +116,9 @@ def _idle(settings: Settings) -> set[str]:
     if settings.routing.policy != "topk":
         idle.add("routing.renormalize")
     if settings.vision.retain_ratio == 1:
-        idle |= {"vision.min_tokens_per_image", "vision.layer"}
+        idle |= {"vision.policy", "vision.min_tokens_per_image", "vision.layer"}
+    if settings.vision.policy == "random":
+        idle.add("vision.layer")
     if settings.load.arrival != "gamma":
         idle.add("load.burstiness")
     return idle

@@ -8,6 +8,7 @@ import importlib.metadata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from harness.calibration import SIMILARITY_FILE
 from harness.engine.checkpoint import Checkpoint, read_checkpoint
@@ -44,15 +45,22 @@ class Prepared:
         return _top_k(self.checkpoints[settings.model.path])
 
 
-def prepare(settings: Sequence[Settings]) -> Prepared:
+def prepare(
+    settings: Sequence[Settings],
+    loaded: Mapping[WorkloadSettings, Workload] = MappingProxyType({}),
+) -> Prepared:
     """Read and check all that the settings name, build what is bundled, and make the plan of cells.
+
+    Args:
+        settings: one for each cell.
+        loaded: workloads that need no reading, such as those put together in another way.
 
     Raises:
         SettingsError: settings and model or data do not go together; one line for each finding.
         ValueError: a model, data set or matrix file is missing or damaged; the message says which.
     """
     checkpoints: dict[str | None, Checkpoint | None] = {}
-    workloads: dict[WorkloadSettings, Workload] = {}
+    workloads = dict(loaded)
     findings: list[str] = []
     for s in settings:
         if s.model.path not in checkpoints:

@@ -41,7 +41,8 @@ def words(cell: Cell) -> str:
     routing = s.routing
     k = "off" if routing.primary_experts is None else f"{routing.policy} {routing.primary_experts}"
     load = f"qps {s.load.qps:g}" if s.load.qps is not None else f"{s.load.concurrency} at a time"
-    return f"retain {s.vision.retain_ratio:g} · K {k} · {load}"
+    at_random = " at random" if s.vision.policy == "random" and s.vision.retain_ratio < 1 else ""
+    return f"retain {s.vision.retain_ratio:g}{at_random} · K {k} · {load}"
 
 
 class SweepProgress:

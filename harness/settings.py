@@ -87,7 +87,7 @@ class WorkloadSettings:
     """What is asked."""
 
     name: str
-    format: Annotated[str, _one_of("ocrbench")]
+    format: Annotated[str, _one_of("ocrbench", "ccbench", "rag_igbench")]
     path: str | None
     samples: Annotated[int, _at_least(1)]
     images_per_request: Annotated[int, _at_least(1)]
@@ -116,6 +116,7 @@ class LoadSettings:
 class VisionSettings:
     """The prefill lever."""
 
+    policy: Annotated[str, _one_of("visionzip", "random")]
     retain_ratio: Annotated[float, _number("a number in (0, 1]", lambda v: 0 < v <= 1)]
     min_tokens_per_image: Annotated[int, _at_least(0)]
     layer: int
@@ -308,9 +309,15 @@ def _contradictions(s: Settings) -> typing.Iterator[str]:
             f"workload.max_tokens={s.workload.max_tokens}: takes a whole number < "
             f"engine.max_model_len ({e.max_model_len})"
         )
-    if s.workload.path is None and s.workload.images_per_request > e.images_per_request:
+    w = s.workload
+    if w.path is None and w.format != "ocrbench" and w.images_per_request != 1:
         yield (
-            f"workload.images_per_request={s.workload.images_per_request}: takes a whole number <= "
+            f"workload.images_per_request={w.images_per_request}: only drawn items of "
+            "workload.format=ocrbench have a choice; takes 1"
+        )
+    if w.path is None and w.images_per_request > e.images_per_request:
+        yield (
+            f"workload.images_per_request={w.images_per_request}: takes a whole number <= "
             f"engine.images_per_request ({e.images_per_request})"
         )
     if not e.plugin:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import signal
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -19,12 +18,11 @@ from harness.cell import CellOutcome, first_line, run_cell
 from harness.engine.engine import Engine, running
 from harness.engine.server import EngineError, tail
 from harness.load.schedule import draw
+from harness.opening import begin, resume
 from harness.plan import Cell, engine_of
 from harness.prepare import Prepared, prepare
 from harness.progress import SweepProgress
 from harness.results.errors import ResultsError
-from harness.results.plan_file import plan_tree
-from harness.results.provenance import collect
 from harness.results.report import write_report
 from harness.results.store import RunFolder, unpack_steps
 from harness.results.summary import not_run, summarize
@@ -203,64 +201,10 @@ def _open_run(
     """The run's folder with its plan, and the cells that it has finished already."""
     report = settings.report
     if report.resume is not None:
-        run = RunFolder.open(Path(report.resume))
-        _claim(run)
-        planned, wanted = set(run.planned_ids()), {c.id for c in prepared.cells}
-        if planned != wanted:
-            raise ResultsError(
-                f"report.resume={report.resume}: that run was of other cells "
-                f"({len(planned - wanted)} of its {len(planned)} are not asked for now, "
-                f"{len(wanted - planned)} are new); give the same settings, data and versions, or "
-                "take null"
-            )
-        finished = frozenset(i for i in run.cell_ids() if run.summary(i).get("status") == "ok")
-        for unfinished in set(run.cell_ids()) - finished:
-            run.discard_cell(unfinished)
-        return run, finished
-    now = datetime.now().astimezone()
-    run = RunFolder.create(Path(report.folder), report.name, now)
-    _claim(run)
-    run.write_plan(
-        plan_tree(
-            name=report.name,
-            created=now,
-            cells=prepared.cells,
-            top_k=prepared.top_k,
-            provenance=collect(argv),
-            notes={"hashes": dict(prepared.hashes), "caches": _cache_policy(prepared.cells)},
-        )
-    )
-    for workload, loaded in prepared.workloads.items():
-        run.write_samples(workload, loaded.samples)
+        return resume(Path(report.resume), prepared, asked=f"report.resume={report.resume}")
+    run = RunFolder.create(Path(report.folder), report.name, datetime.now().astimezone())
+    begin(run, prepared, name=report.name, argv=argv)
     return run, frozenset()
-
-
-_claims: list[IO[str]] = []
-
-
-def _claim(run: RunFolder) -> None:
-    """Keep other processes out of a run's folder for as long as this one lives.
-
-    Raises:
-        ResultsError: another process is in it.
-    """
-    lock = (run.path / ".lock").open("w")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        raise ResultsError(f"{run.path}: another process is running it") from None
-    _claims.append(lock)
-
-
-def _cache_policy(cells: Sequence[Cell]) -> str:
-    policies = {c.settings.load.caches for c in cells}
-    words = {
-        "cold": "cold: prefix, processor and encoder caches are emptied before the warm-up of each "
-        "cell and again before its measured requests; warm-up requests use other samples",
-        "warm": "warm: no cache is emptied; warm-up requests use other samples",
-    }
-    return "; ".join(words[p] for p in sorted(policies))
 
 
 def _near(path: Path) -> str:

@@ -47,6 +47,11 @@ COLUMNS: tuple[Column, ...] = (
     Column("model", "", "name of the served model"),
     Column("workload", "", "name of what was asked"),
     Column("retain_ratio", "", "share of a turn's vision tokens to keep (prefill lever)"),
+    Column(
+        "vision_policy",
+        "",
+        "how tokens are chosen: visionzip or random; empty where all stay",
+    ),
     Column("min_tokens_per_image", "tokens", "floor of vision tokens for every image"),
     Column("routing_policy", "", "off, topk or sere (decode lever)"),
     Column("primary_experts", "", "K, experts of a token that never move; off: no re-routing"),

@@ -35,6 +35,7 @@ AXES: tuple[Axis, ...] = (
     Axis("similarity_threshold", "ρ", measured=True),
     Axis("routing_policy", "Policy"),
     Axis("protection", "Protection"),
+    Axis("vision_policy", "Vision policy"),
     Axis("workload", "Workload"),
     Axis("model", "Model"),
     Axis("arrival", "Arrival"),
@@ -51,6 +52,7 @@ _OF_ROUTING = ("routing_policy", "similarity_threshold", "protection")
 _KEYS = frozenset(
     {
         "vision.retain_ratio",
+        "vision.policy",
         "vision.min_tokens_per_image",
         "routing.primary_experts",
         "routing.policy",

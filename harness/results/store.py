@@ -72,11 +72,29 @@ class RunFolder:
                 path.mkdir()
             except FileExistsError:
                 continue
-            (path / "cells").mkdir()
-            (path / "samples").mkdir()
-            atomic.sync_folder(root)
-            return cls(path)
+            return cls._furnish(path)
         raise FileExistsError(f"{root / stem}: 999 runs of this name and second are there already")
+
+    @classmethod
+    def create_at(cls, path: Path) -> RunFolder:
+        """Make a run's folder at `path`, and what is above it if need be; an empty folder is taken.
+
+        Raises:
+            ResultsError: something is there already.
+            OSError: the folder could not be made.
+        """
+        path = path.resolve()
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise ResultsError(f"{path}: is not empty, and no run")
+        path.mkdir(parents=True, exist_ok=True)
+        return cls._furnish(path)
+
+    @classmethod
+    def _furnish(cls, path: Path) -> RunFolder:
+        (path / "cells").mkdir()
+        (path / "samples").mkdir()
+        atomic.sync_folder(path.parent)
+        return cls(path)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:

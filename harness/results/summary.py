@@ -88,6 +88,7 @@ def _settings(cell: Cell, top_k: int | None) -> dict[str, Any]:
         "model": one_line(s.model.name),
         "workload": one_line(s.workload.name),
         "retain_ratio": s.vision.retain_ratio,
+        "vision_policy": s.vision.policy if s.vision.retain_ratio < 1 else None,
         "min_tokens_per_image": s.vision.min_tokens_per_image,
         "routing_policy": routing.policy,
         "primary_experts": OFF if routing.primary_experts is None else routing.primary_experts,

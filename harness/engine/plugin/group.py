@@ -21,8 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 """Goes into every group's hash: rows cached under another layout are never re-used."""
+
+POLICIES = ("visionzip", "random")
+"""Ways to choose tokens: by the attention that they receive, or at random (the control)."""
+
+_RANDOM_SEED = 20_240_917
+"""Goes into every random choice; another number would be another draw."""
 
 
 @dataclass(frozen=True)
@@ -30,16 +36,21 @@ class VisionRequest:
     """The vision lever as one request asks for it.
 
     Attributes:
+        policy: how tokens are chosen, one of `POLICIES`.
         retain_ratio: share of a turn's vision tokens to keep, in (0, 1].
         min_tokens_per_image: floor for every image, in tokens.
-        layer: encoder layer that scores the tokens; negative counts from the end.
+        layer: encoder layer that scores the tokens; negative counts from the end. Only "visionzip"
+            reads it.
     """
 
     retain_ratio: float = 1.0
     min_tokens_per_image: int = 1
     layer: int = -1
+    policy: str = "visionzip"
 
     def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy={self.policy!r} must be one of {', '.join(POLICIES)}")
         for name in ("min_tokens_per_image", "layer"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
@@ -117,8 +128,27 @@ def group_hash(
         keep,
         request.min_tokens_per_image,
         request.layer,
+        request.policy,
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def image_seed(pixel_values: Tensor, grid: Sequence[int]) -> int:
+    """Seed of a picture's random choice: a hash of its content, so that repeats choose alike.
+
+    Of the processed pixels, not of vLLM's own hash: that holds the model's path too, or is whatever
+    name a request gave the picture.
+
+    Args:
+        pixel_values: [patches, width], any type.
+        grid: (t, h, w) in patches.
+
+    Returns:
+        A number that int64 holds, >= 0.
+    """
+    digest = hashlib.sha256(repr((_RANDOM_SEED, *map(int, grid))).encode())
+    digest.update(pixel_values.detach().cpu().flatten().view(torch.uint8).numpy().data)
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
 
 
 def group_key(identifier: str) -> int:

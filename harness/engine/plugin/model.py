@@ -28,6 +28,7 @@ from harness.engine.plugin.processor import (
     GroupQwen3VLProcessor,
 )
 from harness.engine.plugin.telemetry import VISION
+from kernels.visionzip.control import random_scores
 from kernels.visionzip.reference import attention_received, merge_unit_scores, select_tokens
 
 logger = logging.getLogger("vllm.pruneroute")
@@ -71,47 +72,61 @@ class FusedGroups:
         grids = kwargs["image_grid_thw"].tolist()
         gap_ids, gap_lengths = kwargs["gap_ids"].tolist(), kwargs["gap_lengths"].tolist()
         pixel_values: Tensor = kwargs["pixel_values"]
+        seeds = kwargs["image_seeds"].tolist()
         out = []
-        for images, keep, floor, layer, key in torch.as_tensor(kwargs["group_spend"]).tolist():
+        for images, *spend, key in torch.as_tensor(kwargs["group_spend"]).tolist():
             own_grids, grids = grids[:images], grids[images:]
             own_lengths, gap_lengths = gap_lengths[: images - 1], gap_lengths[images - 1 :]
             own_ids, gap_ids = gap_ids[: sum(own_lengths)], gap_ids[sum(own_lengths) :]
+            own_seeds, seeds = seeds[:images], seeds[images:]
             patches = sum(t * h * w for t, h, w in own_grids)
             own_pixels, pixel_values = pixel_values[:patches], pixel_values[patches:]
-            out.append(
-                self._embed_group(
-                    own_pixels, own_grids, own_ids, own_lengths, keep, floor, layer, key
-                )
-            )
+            features, kept = self._encode_group(own_pixels, own_grids, own_seeds, *spend)
+            out.append(self._place_group(features, kept, own_grids, own_ids, own_lengths, key))
         return tuple(out)
 
-    def _embed_group(
+    def _encode_group(
         self,
         pixel_values: Tensor,
         grids: Sequence[Sequence[int]],
-        gap_ids: Sequence[int],
-        gap_lengths: Sequence[int],
+        seeds: Sequence[int],
         keep: int,
         floor: int,
         layer: int,
+        policy: int,
+    ) -> tuple[Tensor, Tensor]:
+        """Features of all tokens of a group, [tokens, width], and which stay, [keep] ascending."""
+        visual = self.visual  # type: ignore[attr-defined]
+        counts = [t * h * w for t, h, w in self._merged_grids(grids)]
+        grid_tensor = torch.tensor(grids, dtype=torch.int64)
+        if keep == sum(counts):
+            return visual(pixel_values, grid_thw=grid_tensor), torch.arange(keep)
+        if layout.POLICIES[policy] == "random":
+            features = visual(pixel_values, grid_thw=grid_tensor)
+            return features, select_tokens(random_scores(seeds, counts), counts, keep, floor)
+        with _captured_scores(visual.blocks[layer].attn.attn) as captured:
+            features = visual(pixel_values, grid_thw=grid_tensor)
+        scores = merge_unit_scores(captured.pop(), visual.spatial_merge_size**2)
+        return features, select_tokens(scores, counts, keep, floor)
+
+    def _merged_grids(self, grids: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
+        """(t, h, w) of each image in merged tokens, from patches."""
+        merge = self.visual.spatial_merge_size  # type: ignore[attr-defined]
+        return [(t, h // merge, w // merge) for t, h, w in grids]
+
+    def _place_group(
+        self,
+        features: Tensor,
+        kept: Tensor,
+        grids: Sequence[Sequence[int]],
+        gap_ids: Sequence[int],
+        gap_lengths: Sequence[int],
         key: int,
     ) -> Tensor:
-        visual = self.visual  # type: ignore[attr-defined]
-        merge = visual.spatial_merge_size
-        merged = [(t, h // merge, w // merge) for t, h, w in grids]
+        """Rows of a group: kept tokens and text in prompt order, offsets behind them."""
+        merged = self._merged_grids(grids)
         counts = [t * h * w for t, h, w in merged]
         total = sum(counts)
-        grid_tensor = torch.tensor(grids, dtype=torch.int64)
-        if keep < total:
-            with _captured_scores(visual.blocks[layer].attn.attn) as captured:
-                features = visual(pixel_values, grid_thw=grid_tensor)
-            kept = select_tokens(
-                merge_unit_scores(captured.pop(), merge * merge), counts, keep, floor
-            )
-        else:
-            features = visual(pixel_values, grid_thw=grid_tensor)
-            kept = torch.arange(total)
-
         is_image = layout.image_rows(counts, gap_lengths)
         kept_mask = torch.zeros(total, dtype=torch.bool)
         kept_mask[kept.cpu()] = True

@@ -129,13 +129,25 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
             groups.append((span, layout.group_extent(merged, [len(g) for g in gaps])))
             ranges.append(PlaceholderRange(offset=span.offset, length=span.length))
             fused_hashes.append(identifier)
+            pixels = [items[i]["pixel_values"].data for i in members]
+            seeds = [0] * len(members)
+            if request.policy == "random" and keep < sum(counts):
+                seeds = [
+                    layout.image_seed(p, g) for p, g in zip(pixels, grids.tolist(), strict=True)
+                ]
             fused_items.append(
                 _group_item(
-                    pixel_values=torch.cat([items[i]["pixel_values"].data for i in members]),
+                    pixel_values=torch.cat(pixels),
                     grids=grids,
                     gap_ids=[t for g in gaps for t in g],
                     gap_lengths=[len(g) for g in gaps],
-                    spend=[keep, request.min_tokens_per_image, request.layer],
+                    seeds=seeds,
+                    spend=[
+                        keep,
+                        request.min_tokens_per_image,
+                        request.layer,
+                        layout.POLICIES.index(request.policy),
+                    ],
                     key=layout.group_key(identifier),
                 )
             )
@@ -166,6 +178,7 @@ def _group_item(
     grids: torch.Tensor,
     gap_ids: list[int],
     gap_lengths: list[int],
+    seeds: list[int],
     spend: list[int],
     key: int,
 ) -> MultiModalKwargsItem:
@@ -173,7 +186,8 @@ def _group_item(
 
     Fields (concatenated over the groups of an encoder call unless said otherwise): `pixel_values`
     [patches, width]; `image_grid_thw` [images, 3], in patches; `gap_ids` [tokens]; `gap_lengths`
-    [images - 1]; `group_spend` [groups, 5] of images, keep, floor, layer, key.
+    [images - 1]; `image_seeds` [images], of random choices; `group_spend` [groups, 6] of images,
+    keep, floor, layer, policy (its place in `POLICIES`), key.
     """
 
     def flat(data: torch.Tensor, *, keep_on_cpu: bool) -> MultiModalFieldElem:
@@ -188,6 +202,7 @@ def _group_item(
             "image_grid_thw": flat(grids, keep_on_cpu=True),
             "gap_ids": flat(torch.tensor(gap_ids, dtype=torch.int64), keep_on_cpu=True),
             "gap_lengths": flat(torch.tensor(gap_lengths, dtype=torch.int64), keep_on_cpu=True),
+            "image_seeds": flat(torch.tensor(seeds, dtype=torch.int64), keep_on_cpu=True),
             "group_spend": _element(
                 "image",
                 torch.tensor([len(grids), *spend, key], dtype=torch.int64),

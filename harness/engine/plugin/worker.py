@@ -18,8 +18,8 @@ from harness.engine.plugin.telemetry import VISION
 routing.install()
 steps.install()
 
-PROTOCOL = 1
-"""Raised whenever a method changes its meaning."""
+PROTOCOL = 2
+"""Raised whenever a method, or a setting that travels with a request, changes its meaning."""
 
 
 class LeverWorker:
