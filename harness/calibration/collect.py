@@ -16,14 +16,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from harness.calibration import MEASURES
 from harness.calibration.fingerprint import model_fingerprint
-from harness.calibration.similarity import (
-    CalibrationError,
-    GramAccumulator,
-    Provenance,
-    frobenius_similarity,
-    save_similarity,
-)
+from harness.calibration.measures import ACCUMULATORS, GramAccumulator
+from harness.calibration.similarity import CalibrationError, Provenance, save_similarity
 from harness.calibration.texts import GENERAL_TEXTS
 
 CHUNK_ELEMENTS = 2**26
@@ -66,18 +62,22 @@ def expert_outputs(experts: nn.Module, states: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def collect(model: nn.Module, batches: Iterable[Tensor]) -> dict[int, GramAccumulator]:
-    """Run token ids through the model; distances of experts' outputs by layer number.
+def collect(
+    model: nn.Module, batches: Iterable[Tensor], measure: str = MEASURES[0]
+) -> dict[int, GramAccumulator]:
+    """Run token ids through the model; what a measure makes of experts' outputs, by layer number.
 
     Args:
         model: takes ``input_ids``; in eval mode, on any device.
         batches: int64 [batch, length] each, without padding.
+        measure: one of `harness.calibration.MEASURES`.
 
     Returns:
         One accumulator per mixture-of-experts layer. The model's own, routed output is what goes
         on to the next layer, so every layer sees its ordinary hidden states.
     """
-    watchers = {layer: _Watcher(block) for layer, block in moe_blocks(model).items()}
+    kind = ACCUMULATORS[measure]
+    watchers = {layer: _Watcher(block, kind) for layer, block in moe_blocks(model).items()}
     try:
         for ids in batches:
             model(input_ids=ids, use_cache=False)
@@ -90,11 +90,11 @@ def collect(model: nn.Module, batches: Iterable[Tensor]) -> dict[int, GramAccumu
 class _Watcher:
     """Gathers what goes into one block until a chunk is full, then runs all experts on it."""
 
-    def __init__(self, block: nn.Module) -> None:
+    def __init__(self, block: nn.Module, kind: type[GramAccumulator]) -> None:
         experts = block.experts
         assert isinstance(experts, nn.Module)
         self._experts = experts
-        self._gram = GramAccumulator(_count(experts))
+        self._gram = kind(_count(experts))
         self._waiting: list[Tensor] = []
         self.hook = block.register_forward_pre_hook(self._take)
 
@@ -139,6 +139,7 @@ def calibrate(
     model_dir: Path,
     out: Path,
     *,
+    measure: str = MEASURES[0],
     texts: Sequence[str] = GENERAL_TEXTS,
     max_tokens: int = 128,
     device: str = "cpu",
@@ -149,16 +150,20 @@ def calibrate(
     Args:
         model_dir: a checkpoint that Transformers loads.
         out: safetensors file to write, see `save_similarity`.
+        measure: one of `harness.calibration.MEASURES`.
         texts: general text; each is one sequence, cut to `max_tokens`.
         max_tokens: longest sequence [tokens].
         device: where the model runs.
-        dtype: of the model's weights while it runs; distances are always summed in float64.
+        dtype: of the model's weights while it runs; sums are always float64.
 
     Raises:
-        CalibrationError: no such architecture, or no mixture-of-experts layers in it.
+        CalibrationError: no such measure or architecture, no mixture-of-experts layers in it, or
+            too little text.
     """
     import transformers
 
+    if measure not in ACCUMULATORS:
+        raise CalibrationError(f"measure {measure!r}: takes one of {', '.join(MEASURES)}")
     name = json.loads((model_dir / "config.json").read_text())["architectures"][0]
     architecture = getattr(transformers, name, None)
     if architecture is None:
@@ -168,13 +173,14 @@ def calibrate(
     model = model.to(device).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     sequences = [tokenizer(text)["input_ids"][:max_tokens] for text in texts]
-    grams = collect(model, (torch.tensor([ids], device=device) for ids in sequences if ids))
-    similarity = torch.stack([frobenius_similarity(g.distances()) for g in grams.values()])
+    batches = (torch.tensor([ids], device=device) for ids in sequences if ids)
+    grams = collect(model, batches, measure)
+    similarity = torch.stack([gram.similarity() for gram in grams.values()])
     save_similarity(
         out,
         similarity,
         Provenance(
-            measure="frobenius",
+            measure=measure,
             model_sha256=model_fingerprint(model_dir),
             data_sha256=hashlib.sha256(json.dumps(sequences).encode()).hexdigest(),
             layer_indices=tuple(grams),

@@ -1,15 +1,4 @@
-"""How alike a layer's experts are, and the small files that carry it to the engine.
-
-Frobenius similarity, as SERE defines it (arXiv 2602.07616): with
-A_j [tokens, hidden] what expert j makes of *every* token's hidden state, whether or not it was
-routed there and without its routing weight,
-
-    d_ij = ||A_i - A_j||_F      Sim_ij = 1 - d_ij / max_ab d_ab      Sim_ii = 1
-
-so 1 means the same function on this data, and 0 the farthest pair of the layer. The scale is the
-layer's own: one far-out expert pushes all other pairs towards 1, and a threshold means different
-things in different layers and models.
-"""
+"""The small files that carry a layer's expert similarity and protection marks to the engine."""
 
 from __future__ import annotations
 
@@ -32,61 +21,14 @@ class CalibrationError(ValueError):
     """A calibration file cannot be used; the message names the cause and the cure."""
 
 
-class GramAccumulator:
-    """Squared distances between experts' outputs, summed over chunks of tokens.
-
-    Uses d2_ij = |a_i|^2 + |a_j|^2 - 2 <a_i, a_j>, so memory is one chunk and one [E, E] matrix
-    however many tokens there are. The subtraction cancels most digits for experts that are nearly
-    alike, hence double precision; the outputs' mean over experts, which no distance contains, is
-    taken off first for the same reason.
-    """
-
-    def __init__(self, experts: int) -> None:
-        self.tokens = 0
-        self._gram = torch.zeros(experts, experts, dtype=torch.float64)
-
-    def add(self, outputs: Tensor) -> None:
-        """Take in a chunk: [experts, tokens, hidden], floating point, any device."""
-        if outputs.ndim != 3 or outputs.shape[0] != self._gram.shape[0]:
-            raise ValueError(
-                f"outputs: expected [{self._gram.shape[0]}, tokens, hidden], "
-                f"got {list(outputs.shape)}"
-            )
-        flat = outputs.detach().flatten(1).double()
-        flat = flat - flat.mean(0, keepdim=True)
-        self._gram += (flat @ flat.T).cpu()
-        self.tokens += outputs.shape[1]
-
-    def distances(self) -> Tensor:
-        """Frobenius distances d_ij >= 0: float64 [E, E], symmetric, zero diagonal."""
-        squared = self._gram.diagonal()
-        d2 = squared[:, None] + squared[None, :] - self._gram - self._gram.T
-        return d2.clamp_min(0).fill_diagonal_(0).sqrt()
-
-
-def frobenius_similarity(distances: Tensor) -> Tensor:
-    """1 - d / max d, with 1 on the diagonal.
-
-    Args:
-        distances: [E, E], >= 0, symmetric. If all are 0 the experts are one, and so is every entry.
-
-    Returns:
-        float32 [E, E] in [0, 1].
-    """
-    largest = distances.max()
-    if largest == 0:
-        return torch.ones_like(distances, dtype=torch.float32)
-    return (1 - distances / largest).clamp(0, 1).fill_diagonal_(1).float()
-
-
 @dataclass(frozen=True)
 class Provenance:
     """What a calibration was made from.
 
     Attributes:
-        measure: name of the similarity, such as ``frobenius``.
+        measure: how it was made: one of `harness.calibration.MEASURES`, or what chose the marks.
         model_sha256: `harness.calibration.fingerprint.model_fingerprint` of the checkpoint.
-        data_sha256: hash of the text that was run through it.
+        data_sha256: hash of the data that was run through it.
         layer_indices: the model's layer number of each row of the tensor, ascending.
     """
 

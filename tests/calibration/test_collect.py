@@ -11,6 +11,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from harness.calibration import collect as module
 from harness.calibration.collect import collect, expert_outputs, moe_blocks
+from harness.calibration.measures import CkaAccumulator, FrobeniusAccumulator
 from harness.calibration.similarity import CalibrationError
 from harness.calibration.texts import GENERAL_TEXTS
 
@@ -76,10 +77,18 @@ def test_distances_are_those_of_the_ordinary_hidden_states(
     assert list(grams) == [0, 2]
     for layer, gram in grams.items():
         assert gram.tokens == 10
+        assert isinstance(gram, FrobeniusAccumulator)
         with torch.inference_mode():
             outputs = expert_outputs(blocks[layer].experts, torch.cat(seen[layer]))  # type: ignore[arg-type]
         flat = outputs.double().flatten(1)
         torch.testing.assert_close(gram.distances(), torch.cdist(flat, flat), rtol=1e-5, atol=1e-6)
+    cka = collect(model, batches, "cka")
+    for layer, gram in cka.items():
+        with torch.inference_mode():
+            outputs = expert_outputs(blocks[layer].experts, torch.cat(seen[layer]))  # type: ignore[arg-type]
+        at_once = CkaAccumulator(5)
+        at_once.add(outputs)
+        torch.testing.assert_close(gram.similarity(), at_once.similarity())
     with torch.inference_mode():
         after = [model(input_ids=ids).logits for ids in batches]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
