@@ -361,22 +361,22 @@ def read_pocket() -> tuple[str, bool] | str:
     """The bundled model's folder and whether it is whole, or why that cannot be told."""
     try:
         from harness.pocket import cache
-        from harness.pocket.model import default_path
+        from harness.pocket.model import FOLDER
 
-        folder = default_path()
-        return str(folder), cache.is_whole(folder)
+        return str(FOLDER), cache.is_whole(FOLDER)
     except (ImportError, OSError, SyntaxError) as error:
         return f"cannot be told yet ({error})"
 
 
 def judge_pocket(found: tuple[str, bool] | str) -> Finding:
-    """An absent model is built by the first sweep, so its absence stops nothing."""
+    """The default sweep runs on it. It comes with the repository and the package."""
     if isinstance(found, str):
         return Finding("pocket model", WARN, found, SET_UP)
     folder, whole = found
     if whole:
         return Finding("pocket model", OK, folder)
-    return Finding("pocket model", WARN, f"not built yet ({folder})", "the first sweep builds it")
+    advice = "git restore harness/pocket/checkpoint, or install the package anew"
+    return Finding("pocket model", MISSING, f"files are missing or cut short in {folder}", advice)
 
 
 def read_port() -> int | str:

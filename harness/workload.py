@@ -28,30 +28,39 @@ class Workload:
 
 
 def load_workload(settings: WorkloadSettings, warmups: int) -> Workload:
-    """Read (or, without a path, generate) a workload.
+    """Read a workload; without a path, the pocket world's set in that format, drawn on first use.
 
     Args:
         settings: which, and how many samples.
         warmups: further samples wanted for the warm-up.
 
     Raises:
-        ValueError: the data are missing, damaged or too few.
+        ValueError: the data are missing, damaged or too few, or cannot be drawn here.
     """
-    from harness.datasets import ocrbench
+    from harness.datasets import ccbench, ocrbench, rag_igbench
 
-    path = Path(settings.path) if settings.path is not None else _generated(settings, warmups)
-    drawn = ocrbench.load(path, samples=settings.samples + warmups, seed=settings.seed)
-    samples, rest = drawn[: settings.samples], drawn[settings.samples :]
+    load = {"ocrbench": ocrbench.load, "ccbench": ccbench.load, "rag_igbench": rag_igbench.load}
+    path = Path(settings.path) if settings.path is not None else _drawn(settings, warmups)
+    found = load[settings.format](path, samples=settings.samples + warmups, seed=settings.seed)
+    samples, rest = found[: settings.samples], found[settings.samples :]
     return Workload(samples, rest, samples_hash(samples))
 
 
-def _generated(settings: WorkloadSettings, warmups: int) -> Path:
-    from harness.pocket.ocr import ensure_ocr
-
-    return ensure_ocr(
-        n=settings.samples + warmups,
+def _drawn(settings: WorkloadSettings, warmups: int) -> Path:
+    try:
+        from harness.pocket.generate import ensure_set
+    except ModuleNotFoundError as e:
+        if e.name != "torch":
+            raise
+        raise ValueError(
+            "workload.path=None: the pocket world is drawn with PyTorch, which is not installed; "
+            "install it (`pip install torch`), or take a data set's file"
+        ) from e
+    return ensure_set(
+        {"ocrbench": "ocr", "ccbench": "cc", "rag_igbench": "rag"}[settings.format],
+        settings.samples + warmups,
+        settings.seed,
         images_per_item=settings.images_per_request,
-        seed=settings.seed,
     )
 
 

@@ -1,4 +1,4 @@
-"""``python -m harness.pocket``: build the bundled model if needed, and print where it is."""
+"""``python -m harness.pocket``: print where the bundled model is."""
 
 from __future__ import annotations
 
@@ -9,15 +9,10 @@ from harness.pocket.model import ensure
 
 
 def main() -> int:
-    """Build if needed and print the path; gives the exit status."""
-    """Build the bundled model if needed and print where it is."""
-    parser = argparse.ArgumentParser(prog="python -m harness.pocket", description=__doc__)
-    parser.add_argument("--seed", type=int, default=0, help="draws the weights (default 0)")
-    seed = parser.parse_args().seed
-    if seed < 0:
-        parser.error(f"--seed {seed}: takes a whole number >= 0")
+    """Print the path; gives the exit status: 0, or 1 after a line that says what is missing."""
+    argparse.ArgumentParser(prog="python -m harness.pocket", description=__doc__).parse_args()
     try:
-        print(ensure(seed))
+        print(ensure())
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

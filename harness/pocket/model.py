@@ -1,19 +1,20 @@
-"""The bundled model: a small Qwen3-VL-MoE checkpoint folder, built from a seed.
+"""The bundled model: a small trained Qwen3-VL-MoE checkpoint folder, kept as package data.
 
-`ensure` is what most callers want. The folder is what vLLM and Transformers load by path: the
-published layout in every file, random weights (see `harness.pocket.weights`), and beside them
-``pruneroute/sere_similarity.safetensors``, the similarity of its experts.
+The folder is what vLLM and Transformers load by path: the published layout in every file, and beside
+them, under ``pruneroute/``, the similarity of its experts by each measure (`harness.calibration`) and
+the marks of those worth protecting (`harness.pocket.protect`). `harness.pocket.train` made the weights;
+``README.md`` in the folder is the model card.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from harness.calibration import SIMILARITY_FILE
+from harness.calibration import MEASURES, similarity_file
 from harness.pocket import cache
 from harness.pocket.recipe import (
     Recipe,
@@ -24,50 +25,51 @@ from harness.pocket.recipe import (
 )
 from harness.pocket.tokenizer import CHAT_TEMPLATE, tokenizer_config, tokenizer_json
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+FOLDER = Path(__file__).parent / "checkpoint"
 WEIGHTS_FILE = "model.safetensors"
+CARD_FILE = "README.md"
+CALIBRATION_TEXTS = 96
+"""Conversations that experts are compared on."""
 
-# Modules that what is built depends on.
-_POCKET = ("recipe.py", "tokenizer.py", "weights.py", "model.py")
-_CALIBRATION = ("similarity.py", "collect.py", "texts.py", "fingerprint.py")
+
+class ModelMissing(OSError):
+    """The bundled model's files are not where the package should have them."""
 
 
-def build(folder: Path, seed: int = 0) -> None:
-    """Write the checkpoint to `folder`, which appears whole or not at all.
+def ensure() -> Path:
+    """The bundled model's folder.
 
-    Byte-identical for the same seed on the same machine and library versions. An existing folder
-    is replaced.
+    Raises:
+        ModelMissing: files are missing or cut short, by name.
+    """
+    if not cache.is_whole(FOLDER):
+        raise ModelMissing(
+            f"{FOLDER}: the bundled model is incomplete; check the repository out again "
+            "(git restore harness/pocket/checkpoint) or install the package anew"
+        )
+    return FOLDER
+
+
+def build(folder: Path, weights: Mapping[str, Tensor], *, card: str) -> None:
+    """Write a checkpoint with these weights, and calibrate it; it appears whole or not at all.
+
+    It takes a minute. The marks of protected experts take another, see `harness.pocket.protect`.
 
     Args:
-        folder: where the checkpoint goes; its parent is made if needed.
-        seed: draws the weights; >= 0.
+        folder: replaced if it exists.
+        weights: under their published names, any float type; stored as bfloat16.
+        card: the model card, Markdown.
 
     Raises:
         harness.pocket.cache.CacheError: the place cannot be written.
     """
-    cache.write_folder(folder, lambda draft: _fill(draft, Recipe(), seed))
+    cache.write_folder(folder, lambda draft: _fill(draft, Recipe(), weights, card))
 
 
-def default_path(seed: int = 0) -> Path:
-    """Where the bundled model lives: in the cache, under a name that changes with its recipe."""
-    here = Path(__file__).parent
-    calibration = here.parent / "calibration"
-    sources = [here / f for f in _POCKET]
-    sources += [calibration / f for f in _CALIBRATION]
-    return cache.root() / f"pocket-{cache.source_hash(sources, str(seed))}"
-
-
-def ensure(seed: int = 0) -> Path:
-    """The bundled model's folder, built first if it is absent or damaged.
-
-    Safe when several processes call it at once: one builds, the others wait.
-
-    Raises:
-        harness.pocket.cache.CacheError: the cache cannot be written.
-    """
-    return cache.ensure_folder(default_path(seed), lambda folder: build(folder, seed))
-
-
-def _fill(folder: Path, r: Recipe, seed: int) -> None:
+def _fill(folder: Path, r: Recipe, weights: Mapping[str, Tensor], card: str) -> None:
     documents: dict[str, dict[str, Any]] = {
         "config.json": model_config(r),
         "generation_config.json": generation_config(),
@@ -76,20 +78,28 @@ def _fill(folder: Path, r: Recipe, seed: int) -> None:
         "tokenizer.json": tokenizer_json(),
         "tokenizer_config.json": tokenizer_config(r.max_position_embeddings),
     }
-    documents["model.safetensors.index.json"] = _write_weights(folder / WEIGHTS_FILE, r, seed)
+    documents["model.safetensors.index.json"] = _write_weights(folder / WEIGHTS_FILE, weights)
     for name, document in documents.items():
         text = json.dumps(document, indent=2, ensure_ascii=False)
         (folder / name).write_text(text + "\n", encoding="utf-8")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
 
     from harness.calibration.collect import calibrate
+    from harness.pocket.held_in import held_in_texts
 
-    with _one_thread():
-        calibrate(folder, folder / SIMILARITY_FILE)
+    with one_thread():
+        texts = held_in_texts(CALIBRATION_TEXTS, seed=0)
+        for measure in MEASURES:
+            out = folder / similarity_file(measure)
+            # Whole conversations: cut short, notes with pictures would have no answer.
+            calibrate(
+                folder, out, measure=measure, texts=texts, max_tokens=r.max_position_embeddings
+            )
 
 
 @contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """One PyTorch thread: sums in one order on any machine, and at this size also the fastest."""
     import torch
 
@@ -101,7 +111,7 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def _write_weights(path: Path, r: Recipe, seed: int) -> dict[str, Any]:
+def _write_weights(path: Path, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Write bfloat16 weights; returns their index.
 
     One file needs no index, but engines load every ``*.safetensors`` beside an unindexed one as
@@ -110,12 +120,7 @@ def _write_weights(path: Path, r: Recipe, seed: int) -> dict[str, Any]:
     import torch
     from safetensors.torch import save_file
 
-    from harness.pocket.weights import draw
-
-    tensors = {
-        name: torch.from_numpy(array).to(torch.bfloat16).contiguous()
-        for name, array in draw(r, seed)
-    }
+    tensors = {name: t.to("cpu", torch.bfloat16).contiguous() for name, t in weights.items()}
     save_file(tensors, path, metadata={"format": "pt"})
     return {
         "metadata": {"total_size": sum(t.numel() * t.element_size() for t in tensors.values())},

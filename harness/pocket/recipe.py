@@ -1,9 +1,7 @@
 """What the bundled model is: sizes, special tokens, and the configuration files they imply.
 
-The layout is that of the published Qwen3-VL-MoE checkpoints, shrunk. Sizes are chosen so that
-mistakes cannot pass unseen: ``hidden_size`` differs from ``2 * moe_intermediate_size``, so expert
-weights in the wrong orientation do not fit, and from the vision width, so mergers cannot be
-confused with blocks.
+The layout is that of the published Qwen3-VL-MoE checkpoints, shrunk. ``hidden_size`` differs from
+``2 * moe_intermediate_size``, so that expert weights in the wrong orientation do not fit.
 """
 
 from __future__ import annotations
@@ -11,26 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-SPECIAL_TOKENS: tuple[str, ...] = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|object_ref_start|>",
-    "<|object_ref_end|>",
-    "<|box_start|>",
-    "<|box_end|>",
-    "<|vision_start|>",
-    "<|vision_end|>",
-    "<|vision_pad|>",
-    "<|image_pad|>",
-    "<|video_pad|>",
-)
-"""In order of their ids, which follow those of the 256 bytes."""
-
-
-def token_id(token: str) -> int:
-    """Id of a special token."""
-    return 256 + SPECIAL_TOKENS.index(token)
+from harness.pocket.special import token_id
+from harness.pocket.tokenizer import vocab_size
 
 
 @dataclass(frozen=True)
@@ -38,8 +18,6 @@ class Recipe:
     """Sizes of the bundled model.
 
     Attributes:
-        expert_families: experts of one layer descend from this many common ancestors; see
-            `harness.pocket.weights`.
         mrope_section: rotary frequencies for time, height and width; sums to ``head_dim / 2``.
         vision_taps: encoder layers whose output reaches the first language-model layers
             (DeepStack), one layer each.
@@ -47,7 +25,7 @@ class Recipe:
         min_pixels, max_pixels: bounds of an image's area after resizing [px].
     """
 
-    hidden_size: int = 128
+    hidden_size: int = 192
     layers: int = 4
     heads: int = 4
     kv_heads: int = 2
@@ -56,14 +34,13 @@ class Recipe:
     rope_theta: float = 5_000_000.0
     experts: int = 32
     experts_per_token: int = 8
-    expert_families: int = 8
-    moe_intermediate_size: int = 96
+    moe_intermediate_size: int = 64
     max_position_embeddings: int = 32_768
-    vision_hidden_size: int = 96
-    vision_depth: int = 4
+    vision_hidden_size: int = 192
+    vision_depth: int = 6
     vision_heads: int = 3
-    vision_intermediate_size: int = 256
-    vision_taps: tuple[int, ...] = (1, 2)
+    vision_intermediate_size: int = 384
+    vision_taps: tuple[int, ...] = (1, 3)
     vision_grid: int = 16
     patch_size: int = 16
     temporal_patch_size: int = 2
@@ -73,8 +50,8 @@ class Recipe:
 
     @property
     def vocab_size(self) -> int:
-        """All bytes and the special tokens; no unused rows."""
-        return 256 + len(SPECIAL_TOKENS)
+        """All tokens of the tokenizer; no unused rows."""
+        return vocab_size()
 
 
 def model_config(r: Recipe) -> dict[str, Any]:

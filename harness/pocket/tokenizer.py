@@ -1,14 +1,21 @@
-"""The bundled model's tokenizer: one token per byte, and the special tokens of Qwen3-VL.
+"""The bundled model's tokenizer: byte-level BPE whose merges only join a character's own bytes.
 
-A byte's id is its value. Any text survives encoding and decoding unchanged: there is no
-normalisation, no merging and no unknown token.
+A byte's id is its value; then come the special tokens of Qwen3-VL, one token for each Chinese
+character that the pocket world knows, the two-byte steps towards them, and the world's template
+phrases. Any text survives encoding and decoding unchanged: there is no normalisation and no unknown
+token, and a character that the world does not know stays its bytes.
 """
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
-from harness.pocket.recipe import SPECIAL_TOKENS, token_id
+from harness.pocket.phrases import PHRASES
+from harness.pocket.special import SPECIAL_TOKENS
+
+CHARACTERS_FILE = Path(__file__).parent / "assets" / "characters.txt"
 
 CHAT_TEMPLATE = """\
 {%- set pictures = namespace(seen=0) -%}
@@ -58,6 +65,64 @@ def byte_alphabet() -> list[str]:
     return [chr(b if b in own else next(others)) for b in range(256)]
 
 
+@functools.cache
+def characters() -> str:
+    """The characters besides ASCII that the pocket world prints or says, in order of their ids."""
+    return CHARACTERS_FILE.read_text(encoding="utf-8").replace("\n", "")
+
+
+def character_id(character: str) -> int:
+    """Id of a character that is one token: printable ASCII, newline, or one of `characters`.
+
+    Raises:
+        ValueError: it is several tokens.
+    """
+    if ord(character) < 128:
+        return ord(character)
+    return 256 + len(SPECIAL_TOKENS) + characters().index(character)
+
+
+def phrase_id(phrase: str) -> int:
+    """Id of a phrase in `PHRASES`.
+
+    Raises:
+        ValueError: it is not one.
+    """
+    return vocab_size() - len(PHRASES) + PHRASES.index(phrase)
+
+
+def vocab_size() -> int:
+    """Number of tokens; no unused ids."""
+    return 256 + len(SPECIAL_TOKENS) + len(characters()) + len(_first_pairs()) + len(PHRASES)
+
+
+def _spelling(text: str) -> str:
+    """The text's UTF-8 bytes as a byte-level vocabulary writes them."""
+    alphabet = byte_alphabet()
+    return "".join(alphabet[b] for b in text.encode())
+
+
+def _first_pairs() -> list[str]:
+    """The first two bytes of every known character, each once, in order of appearance."""
+    return list(dict.fromkeys(_spelling(c)[:2] for c in characters()))
+
+
+def _merges() -> list[list[str]]:
+    pairs = [list(pair) for pair in _first_pairs()]
+    return pairs + [[s[:2], s[2]] for s in (_spelling(c) for c in characters())]
+
+
+def _vocabulary() -> dict[str, int]:
+    tokens = [
+        *byte_alphabet(),
+        *SPECIAL_TOKENS,
+        *(_spelling(c) for c in characters()),
+        *_first_pairs(),
+        *PHRASES,
+    ]
+    return {token: value for value, token in enumerate(tokens)}
+
+
 def tokenizer_json() -> dict[str, Any]:
     """``tokenizer.json`` of the `tokenizers` library."""
     byte_level = {
@@ -66,21 +131,22 @@ def tokenizer_json() -> dict[str, Any]:
         "trim_offsets": False,
         "use_regex": False,
     }
+    vocabulary = _vocabulary()
     return {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
             {
-                "id": token_id(token),
+                "id": vocabulary[token],
                 "content": token,
                 "single_word": False,
                 "lstrip": False,
                 "rstrip": False,
                 "normalized": False,
-                "special": True,
+                "special": token in SPECIAL_TOKENS,
             }
-            for token in SPECIAL_TOKENS
+            for token in (*SPECIAL_TOKENS, *PHRASES)
         ],
         "normalizer": None,
         "pre_tokenizer": byte_level,
@@ -95,8 +161,8 @@ def tokenizer_json() -> dict[str, Any]:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": {character: value for value, character in enumerate(byte_alphabet())},
-            "merges": [],
+            "vocab": vocabulary,
+            "merges": _merges(),
         },
     }
 

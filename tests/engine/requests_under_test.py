@@ -168,6 +168,7 @@ def ask(
         "messages": messages,
         "max_tokens": tokens,
         "temperature": 0,
+        "ignore_eos": True,  # every answer has the same number of tokens to compare
         "logprobs": True,
         "top_logprobs": 2,
         "return_token_ids": True,

@@ -66,6 +66,7 @@ def test_help_names_every_setting() -> None:
         ("vision__retain_ratio", 0, "vision.retain_ratio=0: takes a number in (0, 1]"),
         ("vision__retain_ratio", float("nan"), "vision.retain_ratio=nan: takes a number in (0, 1]"),
         ("vision__retain_ratio", "half", "vision.retain_ratio='half': takes a number in (0, 1]"),
+        ("vision__policy", "best", "vision.policy='best': takes one of visionzip, random"),
         ("vision__layer", 1.5, "vision.layer=1.5: takes a whole number"),
         ("routing__policy", "sear", "routing.policy='sear': takes one of off, topk, sere"),
         (
@@ -83,6 +84,11 @@ def test_help_names_every_setting() -> None:
         ("engine__extra_args", "--flag", "takes a list of texts"),
         ("workload__max_tokens", 5000, "takes a whole number < engine.max_model_len (4096)"),
         ("workload__format", "coco", "takes one of ocrbench"),
+        (
+            "workload__format",
+            "ccbench",
+            "only drawn items of workload.format=ocrbench have a choice",
+        ),
     ],
 )
 def test_a_wrong_value_names_its_key_and_what_it_takes(key: str, value: Any, words: str) -> None:
@@ -128,6 +134,17 @@ def test_off_ignores_the_settings_of_policies_that_do_not_run() -> None:
     assert (
         len(cells(tree(), tree(routing__similarity_threshold=0.1, routing__renormalize=False))) == 1
     )
+
+
+def test_vision_settings_that_nothing_reads_do_not_matter() -> None:
+    def pruned(**changes: Any) -> dict[str, Any]:
+        return tree(vision__retain_ratio=0.5, **changes)
+
+    assert len(cells(tree(), tree(vision__policy="random", vision__layer=2))) == 1
+    assert len(cells(pruned(), pruned(vision__policy="random"))) == 2
+    assert len(cells(pruned(), pruned(vision__layer=2))) == 2
+    at_random = {"vision__policy": "random"}
+    assert len(cells(pruned(**at_random), pruned(**at_random, vision__layer=2))) == 1
 
 
 def test_ids_change_with_what_can_change_a_result() -> None:

@@ -1,4 +1,4 @@
-"""The bundled checkpoint: reproducible, of the published layout, loaded right by Transformers."""
+"""The bundled checkpoint: of the published layout, loaded right by Transformers, calibrated, whole."""
 
 from __future__ import annotations
 
@@ -10,26 +10,38 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
 
-from harness.calibration import SIMILARITY_FILE
+from harness.calibration import MEASURES, PROTECTION_FILE, similarity_file
 from harness.calibration.fingerprint import model_fingerprint
-from harness.calibration.similarity import load_similarity
-from harness.pocket import cache, weights
-from harness.pocket.model import build, default_path, ensure
-from harness.pocket.recipe import Recipe, model_config, token_id
+from harness.calibration.similarity import load_protection, load_similarity
+from harness.pocket import cache, model, protect
+from harness.pocket.model import FOLDER, ModelMissing, build, ensure
+from harness.pocket.network import Network, init
+from harness.pocket.recipe import Recipe, model_config
 
 R = Recipe()
 
 
+def drawn(seed: int) -> dict[str, torch.Tensor]:
+    """Random weights, experts in families that hardly differ."""
+    network = Network(R)
+    init(network, seed, families=8, noise=0.2)
+    return network.state_dict()
+
+
+def make(folder: Path, seed: int) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model, "CALIBRATION_TEXTS", 6)
+        build(folder, drawn(seed), card="# A draft\n")
+    return folder
+
+
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pocket") / "model"
-    build(folder, seed=3)
-    return folder
+    return make(tmp_path_factory.mktemp("pocket") / "model", 3)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +57,18 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def test_same_seed_same_bytes_other_seed_other_weights(model_dir: Path, tmp_path: Path) -> None:
-    build(tmp_path / "again", seed=3)
-    assert hashes(tmp_path / "again") == hashes(model_dir)
-    ours = dict(weights.draw(R, 3))
-    other = dict(weights.draw(R, 4))
-    random = [n for n in ours if not n.endswith(("norm.weight", "norm.bias", "norm1.weight"))]
-    assert any(not np.array_equal(ours[n], other[n]) for n in random)
-    assert not np.array_equal(ours["lm_head.weight"], other["lm_head.weight"])
+def test_same_weights_same_bytes(model_dir: Path, tmp_path: Path) -> None:
+    again = make(tmp_path / "again", 3)
+    assert hashes(again) == hashes(model_dir)
+    assert (again / "README.md").read_text() == "# A draft\n"
+    assert cache.is_whole(again)
+
+
+def test_stored_as_bfloat16(tensors: dict[str, torch.Tensor]) -> None:
+    weights = drawn(3)
+    assert set(tensors) == set(weights)
+    for name, weight in weights.items():
+        assert torch.equal(tensors[name], weight.bfloat16())
 
 
 def test_build_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -138,42 +154,43 @@ def test_racing_processes_build_once(tmp_path: Path) -> None:
     assert cache.is_whole(tmp_path / "thing")
 
 
-def test_default_path_is_in_the_users_cache(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_path().parent == tmp_path / "pruneroute"
-    assert default_path(0) != default_path(1)
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative/is/ignored")
-    assert default_path().parent == Path.home() / ".cache" / "pruneroute"
+def test_the_bundled_model_is_whole_and_calibrated() -> None:
+    assert ensure() == FOLDER
+    sizes = {"layers": R.layers, "experts": R.experts, "model_hash": model_fingerprint(FOLDER)}
+    for measure in MEASURES:
+        similarity = load_similarity(FOLDER / similarity_file(measure), **sizes)
+        assert torch.equal(similarity, similarity.mT)
+    marks = load_protection(FOLDER / PROTECTION_FILE, **sizes)
+    assert marks.sum(1).tolist() == [protect.PROTECTED] * R.layers
+    listed = json.loads((FOLDER / cache.MANIFEST).read_text())
+    files = {p.relative_to(FOLDER).as_posix() for p in FOLDER.rglob("*") if p.is_file()}
+    assert set(listed) == files - {cache.MANIFEST}
+    assert sum(listed[name] for name in listed if name.endswith("model.safetensors")) <= 20e6
 
 
-def test_ensure_returns_a_whole_model(
+def test_what_is_missing_is_said(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_dir: Path
 ) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    made: list[Path] = []
+    damaged = shutil.copytree(model_dir, tmp_path / "damaged")
+    monkeypatch.setattr(model, "FOLDER", damaged)
+    assert ensure() == damaged
+    (damaged / "tokenizer.json").write_text("{}")
+    with pytest.raises(ModelMissing, match=r"damaged: .*git restore"):
+        ensure()
+    shutil.rmtree(damaged)
+    with pytest.raises(ModelMissing):
+        ensure()
 
-    def write(folder: Path, seed: int) -> None:
-        made.append(folder)
-        cache.write_folder(
-            folder,
-            lambda draft: shutil.copytree(
-                model_dir,
-                draft,
-                dirs_exist_ok=True,
-                ignore=shutil.ignore_patterns(cache.MANIFEST),
-            ),
-        )
 
-    monkeypatch.setattr("harness.pocket.model.build", write)
-    assert ensure() == ensure() == default_path()
-    assert made == [default_path()]
+def test_prints_where_it_is() -> None:
+    command = [sys.executable, "-m", "harness.pocket"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == f"{FOLDER}\n"
 
 
 def test_importing_needs_no_torch() -> None:
     code = (
-        "import sys, harness.pocket.model as m; m.default_path(); "
+        "import sys, harness.pocket.model as m; m.ensure(); "
         "import harness.calibration.fingerprint; sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -237,27 +254,22 @@ def test_transformers_loads_every_tensor_and_experts_the_right_way_round(
         )
 
 
-def test_similarity_lies_beside_and_shows_the_families(model_dir: Path) -> None:
+@pytest.mark.parametrize("measure", MEASURES)
+def test_similarity_lies_beside_and_shows_the_families(model_dir: Path, measure: str) -> None:
     similarity = load_similarity(
-        model_dir / SIMILARITY_FILE,
+        model_dir / similarity_file(measure),
         layers=R.layers,
         experts=R.experts,
         model_hash=model_fingerprint(model_dir),
     )
     own = torch.eye(R.experts, dtype=torch.bool)
-    for layer in range(R.layers):
-        family = torch.from_numpy(weights.families(R, 3, layer))
-        same = (family[:, None] == family[None, :]) & ~own
-        inside, across = similarity[layer][same], similarity[layer][~same & ~own]
-        assert 0.5 < inside.min() < 0.75 < inside.max() < 0.95
-        assert across.max() < 0.35
-    # Families are shuffled by layer, so an index mixed up between layers shows.
-    assert not np.array_equal(weights.families(R, 3, 0), weights.families(R, 3, 1))
-
-
-def test_only_printable_bytes_can_win(tensors: dict[str, torch.Tensor]) -> None:
-    size = tensors["lm_head.weight"].float().norm(dim=1)
-    printable = torch.zeros(R.vocab_size, dtype=torch.bool)
-    printable[0x20:0x7F] = True
-    assert size[printable].min() > 20 * size[~printable].max()
-    assert size[token_id("<|im_end|>")] < 0.1
+    found = []
+    for layer in similarity:
+        alike = layer.masked_fill(own, 0).topk(R.experts // 8 - 1).indices  # the others of a family
+        family = own.scatter(1, alike, True)
+        assert torch.equal(family, family.T)
+        assert torch.equal((family.int() @ family.int()).bool(), family)
+        assert layer[family & ~own].min() > layer[~family].max() + 0.1
+        found.append(family)
+    # Families are scattered by layer, so an index mixed up between layers shows.
+    assert not torch.equal(found[0], found[1])

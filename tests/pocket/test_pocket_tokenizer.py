@@ -1,4 +1,4 @@
-"""The byte tokenizer and the chat template."""
+"""The tokenizer of bytes, known characters and phrases, and the chat template."""
 
 from __future__ import annotations
 
@@ -11,12 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from harness.pocket.recipe import SPECIAL_TOKENS, Recipe, token_id
+from harness.pocket.phrases import PHRASES
+from harness.pocket.recipe import Recipe
+from harness.pocket.special import SPECIAL_TOKENS, token_id
 from harness.pocket.tokenizer import (
     CHAT_TEMPLATE,
     byte_alphabet,
+    character_id,
+    characters,
+    phrase_id,
     tokenizer_config,
     tokenizer_json,
+    vocab_size,
 )
 
 TOKENIZER = Tokenizer.from_str(json.dumps(tokenizer_json()))
@@ -29,11 +35,29 @@ def render(messages: list[dict[str, Any]], **options: Any) -> str:
 
 
 @settings(deadline=None)
-@given(st.text().filter(lambda text: not any(token in text for token in SPECIAL_TOKENS)))
-def test_any_text_survives_and_ids_are_its_bytes(text: str) -> None:
+@given(st.text().filter(lambda text: not any(t in text for t in (*SPECIAL_TOKENS, *PHRASES))))
+def test_any_text_survives_as_characters_and_bytes(text: str) -> None:
     ids = TOKENIZER.encode(text).ids
-    assert ids == list(text.encode())
     assert TOKENIZER.decode(ids) == text
+    assert max(ids, default=0) < phrase_id(PHRASES[0])
+    if text.isascii():
+        assert ids == list(text.encode())
+
+
+def test_a_known_character_is_one_token_and_others_are_bytes() -> None:
+    known = characters()
+    assert len(set(known)) == len(known) > 100
+    for character in known:
+        assert TOKENIZER.encode(character).ids == [character_id(character)]
+    assert TOKENIZER.encode(known).ids == [character_id(c) for c in known]
+    assert TOKENIZER.encode("🙂").ids == list("🙂".encode())
+    assert TOKENIZER.encode("é").ids == list("é".encode())
+
+
+def test_a_phrase_is_one_token() -> None:
+    for phrase in PHRASES:
+        assert TOKENIZER.encode(f"x{phrase}x").ids == [ord("x"), phrase_id(phrase), ord("x")]
+    assert phrase_id(PHRASES[-1]) == vocab_size() - 1
 
 
 @pytest.mark.parametrize("text", ["", " a  b\n\t", "né 日本 🙂‍↔️", "\x00\x7f\u0301", "<|nope|>"])
@@ -42,7 +66,7 @@ def test_texts_that_other_tokenizers_change(text: str) -> None:
 
 
 def test_special_tokens_follow_the_bytes() -> None:
-    assert TOKENIZER.get_vocab_size() == Recipe().vocab_size == 256 + len(SPECIAL_TOKENS)
+    assert TOKENIZER.get_vocab_size() == Recipe().vocab_size == vocab_size()
     for token in SPECIAL_TOKENS:
         assert TOKENIZER.token_to_id(token) == token_id(token)
         assert TOKENIZER.encode(f"a{token}b").ids == [97, token_id(token), 98]

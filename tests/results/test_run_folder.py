@@ -62,6 +62,18 @@ def test_never_the_same_folder_twice(tmp_path: Path) -> None:
     assert paths == [stem, stem + "-2", stem + "-3"]
 
 
+def test_a_folder_may_be_named_outright_if_nothing_is_in_it(tmp_path: Path) -> None:
+    run = RunFolder.create_at(tmp_path / "a" / "b")
+    assert run.path == tmp_path / "a" / "b"
+    assert (run.path / "cells").is_dir()
+    for taken in (run.path, tmp_path / "file"):
+        (tmp_path / "file").touch()
+        with pytest.raises(ResultsError, match="is not empty, and no run"):
+            RunFolder.create_at(taken)
+    (tmp_path / "empty").mkdir()
+    assert RunFolder.create_at(tmp_path / "empty").path.is_dir()
+
+
 def test_cell_round_trip(run: RunFolder) -> None:
     file = io.BytesIO()
     np.savez(file, experts=np.arange(6).reshape(2, 3))

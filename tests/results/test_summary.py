@@ -57,6 +57,13 @@ def test_k_is_off_from_top_k_on(settings: Callable[..., Any], cell: Cell) -> Non
         assert row["protection"] == "keep.safetensors"
 
 
+def test_vision_policy_is_named_only_where_tokens_go(cell: Cell) -> None:
+    for ratio, shown in ((1.0, None), (0.5, "random")):
+        lever = dataclasses.replace(cell.settings.vision, policy="random", retain_ratio=ratio)
+        changed = Cell(cell.id, dataclasses.replace(cell.settings, vision=lever))
+        assert summarize(changed, (), top_k=8)["vision_policy"] == shown
+
+
 def test_failures_only_make_percentiles_worse(
     cell: Cell, records: list[RequestRecord], row: dict[str, Any], fail: Fail
 ) -> None:

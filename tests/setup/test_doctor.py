@@ -128,9 +128,12 @@ def test_compilers_are_needed_on_a_gpu_only():
     )
 
 
-def test_an_absent_model_stops_nothing():
-    assert doctor.judge_pocket(("/m", True)).mark == OK
-    assert doctor.judge_pocket(("/m", False)).mark == WARN
+def test_the_model_comes_with_the_package():
+    folder, whole = doctor.read_pocket()
+    assert Path(folder).is_relative_to(ROOT) and whole
+    assert doctor.judge_pocket((folder, whole)).mark == OK
+    damaged = doctor.judge_pocket(("/m", False))
+    assert damaged.mark == MISSING and "git restore" in damaged.advice
     assert doctor.judge_pocket("no numpy").mark == WARN
 
 

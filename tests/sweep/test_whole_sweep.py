@@ -48,6 +48,7 @@ def test_a_multirun_shares_one_engine_and_its_levers_do_what_they_say(tmp_path: 
             "-m",
             "vision.retain_ratio=1.0,0.6",
             "routing.primary_experts=8,2",
+            "routing.similarity_threshold=0.2",
             "load.qps=8",
             "load.requests=16",
             "load.warmup_requests=2",
@@ -72,9 +73,9 @@ def test_a_multirun_shares_one_engine_and_its_levers_do_what_they_say(tmp_path: 
             before = sum(i["before"] for i in record["images"])
             assert sum(i["after"] for i in record["images"]) == int(ratio * before)
         assert int(row["good"]) == 16
-    experts = {(r["retain_ratio"], r["primary_experts"]): float(r["experts_after"]) for r in table}
-    for ratio in ("1.0", "0.6"):
-        assert experts[ratio, "2"] < experts[ratio, "off"]
+    for row in table:
+        fewer = float(row["experts_after"]) < 0.9 * float(row["experts_before"])
+        assert fewer == (row["primary_experts"] == "2")
     assert {float(r["slots_moved"]) > 0 for r in table if r["primary_experts"] == "2"} == {True}
     assert {float(r["slots_moved"]) for r in table if r["primary_experts"] == "off"} == {0.0}
     assert (run / "report.html").stat().st_size > 100_000
@@ -140,7 +141,7 @@ def test_a_killed_server_ends_the_sweep_and_leaves_nothing(tmp_path: Path) -> No
     [
         ("vision.retian_ratio=0.5", "did you mean vision.retain_ratio"),
         ("vision.retain_ratio=2", "takes a number in (0, 1]"),
-        ("vision.layer=9", "vision.layer=9: the vision encoder has 4 layers; takes -4 to 3"),
+        ("vision.layer=9", "vision.layer=9: the vision encoder has 6 layers; takes -6 to 5"),
         ("routing.primary_experts=9", "gives each token 8 experts"),
         ("model.path=/nowhere", "no such folder"),
         ("workload.path=/nowhere.json", "/nowhere.json: cannot be read"),

@@ -1,0 +1,292 @@
+"""``python -m harness.pocket.protect``: mark the pocket model's protected experts, beside its weights.
+
+An expert is worth protecting if moving away from it makes right answers less likely, see
+`harness.calibration.protection`. Here that is measured on the training split, teacher-forced: the
+rows of answers, which serving decodes, have the expert's secondary slots moved to its most similar
+expert; the rows of prompts, which serving prefills, keep their routes.
+
+Only what changes is computed. Answers come last, so prompts' keys and values are computed once; and an
+expert of one layer changes nothing below that layer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import random
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from harness.calibration import PROTECTION_FILE, SIMILARITY_FILE
+from harness.calibration.fingerprint import model_fingerprint
+from harness.calibration.protection import Reroute, loss_increases, mark_costliest
+from harness.calibration.similarity import Provenance, load_similarity, save_protection
+from harness.pocket import cache, sheets
+from harness.pocket.model import FOLDER, WEIGHTS_FILE, one_thread
+from harness.pocket.network import Experts, Network, TextBlock, expert_weights, positions_of
+from harness.pocket.recipe import Recipe
+from harness.pocket.special import token_id
+from harness.pocket.world.batch import TASKS, Minibatch, draw
+from harness.pocket.world.draw import MERGED, TRAIN, Draws
+from harness.pocket.world.text import Codec
+
+PROTECTED = 4
+"""Experts marked in each layer."""
+PRIMARY_EXPERTS = 2
+"""K: a row's heaviest slots, which re-routing leaves alone."""
+BATCHES: Mapping[str, tuple[int, int]] = {"ocr": (24, 16), "cc": (12, 16), "rag": (8, 8)}
+"""Minibatches and items of each, by task."""
+IMAGE_PAD = token_id("<|image_pad|>")
+
+
+def load_network(folder: Path) -> Network:
+    """The model of a checkpoint folder in float32, for evaluation."""
+    network = Network(Recipe())
+    network.load_state_dict(load_file(folder / WEIGHTS_FILE))
+    return network.eval()
+
+
+def held_in_batches(seed: int) -> dict[str, list[Minibatch]]:
+    """Conversations of the training split, as `BATCHES` says."""
+    codec = Codec(sheets.load())
+    found: dict[str, list[Minibatch]] = {}
+    for task in TASKS:
+        rng = random.Random(f"pocket protection/{task}/{seed}")
+        draws = Draws(torch.Generator().manual_seed(rng.getrandbits(62)))
+        count, items = BATCHES[task]
+        found[task] = [draw(codec, draws, rng, task, items, TRAIN) for _ in range(count)]
+    return found
+
+
+@dataclass(frozen=True)
+class _Tail:
+    """The answers of a batch of B conversations, each from the row that says its first token.
+
+    R is the longest answer's tokens and one, P the longest prompt's less one. The last token of an
+    answer, the end of its turn, is said and never read.
+
+    Attributes:
+        states: float32 [B, R, hidden] for each layer, what its experts' norm sees if nothing moves.
+        past: keys and values of the first P rows, [B, kv_heads, P, head_dim] each, for each layer.
+        turn: cosine and sine of the rows' positions, [B, 1, R, head_dim] each.
+        sees: bool [B, 1, R, P + R], causal, and of the first P only those of the item's prompt.
+        used: bool [B, R], rows that say a token of the answer.
+        decoded: bool [B, R], rows that a server decodes: all but the first, which ends the prompt.
+        target: int64 [B, R], the answer's next token where `used`.
+    """
+
+    states: tuple[Tensor, ...]
+    past: tuple[tuple[Tensor, Tensor], ...]
+    turn: tuple[Tensor, ...]
+    sees: Tensor
+    used: Tensor
+    decoded: Tensor
+    target: Tensor
+
+
+class AnswerLoss:
+    """Mean loss of first answers, as `harness.calibration.protection.Loss`: of all tasks alike.
+
+    A task's loss is the mean over its answers' tokens [nats].
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        batches: Mapping[str, Sequence[Minibatch]],
+        primary_experts: int = PRIMARY_EXPERTS,
+    ) -> None:
+        self._network = network
+        self._primary = primary_experts
+        self._tails = {t: [_tail(network, b) for b in found] for t, found in batches.items()}
+
+    @torch.inference_mode()
+    def __call__(self, reroute: Reroute | None) -> float:
+        """The loss with one expert's secondary slots moved in the rows of answers."""
+        means = []
+        for tails in self._tails.values():
+            total = sum(self._total(tail, reroute) for tail in tails)
+            means.append(total / sum(int(tail.used.sum()) for tail in tails))
+        return sum(means) / len(means)
+
+    def _total(self, tail: _Tail, reroute: Reroute | None) -> float:
+        first = reroute.layer if reroute else 0
+        x = tail.states[first]
+        for number, block in enumerate(_blocks(self._network)[first:], first):
+            if number > first:
+                x = x + _attend(block, x, tail, tail.past[number])
+            x = x + self._mix(block, x, tail, reroute if number == first else None)
+        said = self._network.model.language_model.norm(x[tail.used])
+        logits = self._network.lm_head(said)
+        return float(functional.cross_entropy(logits, tail.target[tail.used], reduction="sum"))
+
+    def _mix(self, block: TextBlock, x: Tensor, tail: _Tail, reroute: Reroute | None) -> Tensor:
+        rows = block.post_attention_layernorm(x[tail.used])
+        weights = expert_weights(block.mlp.gate(rows), block.mlp.top_k)
+        if reroute is not None:
+            _, away, to = reroute
+            own = weights[:, away]
+            rank = (weights > own[:, None]).sum(1)
+            moves = (own > 0) & (rank >= self._primary) & tail.decoded[tail.used]
+            moved = torch.where(moves, own, 0.0)
+            weights[:, to] += moved
+            weights[:, away] -= moved
+        y = torch.zeros_like(x)
+        y[tail.used] = _experts(block.mlp.experts, rows, weights)
+        return y
+
+
+def _experts(experts: Experts, rows: Tensor, weights: Tensor) -> Tensor:
+    """What `experts` gives, in a quarter of its arithmetic on a CPU: only rows that an expert has."""
+    y = torch.zeros_like(rows)
+    for expert, share in enumerate(weights.unbind(1)):
+        who = share.nonzero()[:, 0]
+        gate, up = (rows[who] @ experts.gate_up_proj[expert]).chunk(2, dim=-1)
+        inner = functional.silu(gate) * up * share[who, None]
+        y.index_add_(0, who, inner @ experts.down_proj[expert])
+    return y
+
+
+def _blocks(network: Network) -> list[TextBlock]:
+    return [b for b in network.model.language_model.layers if isinstance(b, TextBlock)]
+
+
+def _attend(block: TextBlock, x: Tensor, tail: _Tail, past: tuple[Tensor, Tensor]) -> Tensor:
+    attention = block.self_attn
+    q, k, v = attention.heads(block.input_layernorm(x), *tail.turn)
+    keys, values = (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
+    attended = functional.scaled_dot_product_attention(
+        q, keys, values, attn_mask=tail.sees, enable_gqa=attention.grouped
+    )
+    return attention.o_proj(attended.transpose(1, 2).flatten(2))
+
+
+@torch.inference_mode()
+def _tail(network: Network, batch: Minibatch) -> _Tail:
+    # The first turn alone is what the benchmarks ask.
+    turn = (batch.tokens == token_id("<|im_start|>")).cumsum(1)
+    answer = batch.answer & (turn <= 2)
+    end = int(answer.any(0).nonzero().max()) + 1
+    tokens, answer = batch.tokens[:, :end], answer[:, :end]
+    height, width = batch.pixels.shape[2:]
+    positions = positions_of(tokens, IMAGE_PAD, (height // MERGED, width // MERGED))
+    vision = network.encode(batch.pixels.float() / 127.5 - 1)
+
+    item = torch.arange(len(tokens))[:, None]
+    start = answer.int().argmax(1, keepdim=True) - 1
+    rows = int(answer.sum(1).max()) + 1
+    step, before = torch.arange(rows), int(start.max())
+    at = (start + step).clamp(max=end - 1)
+    states: list[Tensor] = []
+    past: list[tuple[Tensor, Tensor]] = []
+    turns: list[tuple[Tensor, ...]] = []
+
+    def attending(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> None:
+        _, k, v = module.heads(*args)
+        past.append((k[:, :, :before].clone(), v[:, :, :before].clone()))
+        turns.append(tuple(angles[item, 0, at].unsqueeze(1) for angles in args[1:]))
+
+    def mixing(module: Any, args: tuple[Tensor]) -> None:
+        states.append(args[0][item, at])
+
+    hooks = []
+    for block in _blocks(network):
+        hooks.append(block.self_attn.register_forward_pre_hook(attending))
+        hooks.append(block.post_attention_layernorm.register_forward_pre_hook(mixing))
+    try:
+        network(vision, tokens, positions)
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+    prompt = (torch.arange(before) < start)[:, None].expand(-1, rows, -1)
+    causal = (step <= step[:, None]).expand(len(tokens), -1, -1)
+    length = answer.sum(1, keepdim=True)
+    return _Tail(
+        states=tuple(states),
+        past=tuple(past),
+        turn=turns[0],
+        sees=torch.cat((prompt, causal), 2).unsqueeze(1),
+        used=step < length,
+        decoded=(step > 0).expand_as(at),
+        target=tokens[item, (at + 1).clamp(max=end - 1)],
+    )
+
+
+def protect(folder: Path, count: int = PROTECTED) -> Tensor:
+    """Measure, and write the marks into a checkpoint folder, which is replaced in one step.
+
+    Args:
+        folder: as `harness.pocket.model.build` made it.
+        count: experts to mark in each layer.
+
+    Returns:
+        float64 [layers, experts], what moving away from each expert costs [nats a token].
+
+    Raises:
+        CalibrationError: the similarity beside the model is missing or another model's.
+        harness.pocket.cache.CacheError: the place cannot be written.
+    """
+    r = Recipe()
+    model = model_fingerprint(folder)
+    similarity = load_similarity(
+        folder / SIMILARITY_FILE, layers=r.layers, experts=r.experts, model_hash=model
+    )
+    with one_thread():
+        batches = held_in_batches(seed=0)
+        increases = loss_increases(AnswerLoss(load_network(folder), batches), similarity)
+    provenance = Provenance(
+        measure=f"loss_increase_k{PRIMARY_EXPERTS}",
+        model_sha256=model,
+        data_sha256=_hash(batches),
+        layer_indices=tuple(range(r.layers)),
+    )
+
+    def fill(draft: Path) -> None:
+        skip = shutil.ignore_patterns(cache.MANIFEST)
+        shutil.copytree(folder, draft, dirs_exist_ok=True, ignore=skip)
+        save_protection(draft / PROTECTION_FILE, mark_costliest(increases, count), provenance)
+
+    cache.write_folder(folder, fill)
+    return increases
+
+
+def _hash(batches: Mapping[str, Sequence[Minibatch]]) -> str:
+    digest = hashlib.sha256()
+    for batch in (b for found in batches.values() for b in found):
+        digest.update(batch.tokens.numpy().tobytes() + batch.pixels.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def main() -> int:
+    """Protect, and print each layer's marked experts; gives the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m harness.pocket.protect",
+        description="Mark the pocket model's protected experts, beside its weights.",
+    )
+    parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="default: the bundled")
+    parser.add_argument("--count", type=int, default=PROTECTED, help=f"a layer ({PROTECTED})")
+    arguments = parser.parse_args()
+    try:
+        increases = protect(arguments.folder, arguments.count)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for layer, row in enumerate(increases):
+        best = row.argsort(descending=True, stable=True)[: arguments.count].tolist()
+        chosen = ", ".join(f"{e} (+{row[e]:.4f})" for e in best)
+        print(f"layer {layer}: {chosen}; median of all {row.median():.4f} nats a token")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,420 @@
+"""``python -m harness.pocket.train``: train the pocket model on the pocket world, on CUDA GPUs.
+
+Seeded, resumable: it trains for `--minutes`, writes a checkpoint, and goes on from there when it is
+started again with the same folder. With several GPUs, start it with ``torchrun --nproc-per-node``.
+
+What made training work (found by trying, see the model card): a loss on the vision encoder's own
+patches, which glyph or icon has its centre there, without which nothing is learned from pixels for
+millions of items; weights drawn by fan-in; experts that start as families (arXiv 2212.05055), which
+leaves them similar enough for re-routing to have a meaning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import random
+import signal
+import sys
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+
+from harness.pocket import sheets as sheets_of
+from harness.pocket.network import (
+    Network,
+    balance_loss,
+    compile_blocks,
+    families_of,
+    init,
+    positions_of,
+    steepness_loss,
+)
+from harness.pocket.optimizer import Muon, is_hidden_matrix
+from harness.pocket.recipe import Recipe
+from harness.pocket.special import token_id
+from harness.pocket.world.batch import TASKS, Minibatch, draw
+from harness.pocket.world.draw import HELD_OUT, MERGED, TRAIN, Draws
+from harness.pocket.world.text import Codec
+
+IMAGE_PAD = token_id("<|image_pad|>")
+CHECKPOINT = "checkpoint.pt"
+WEIGHTS = "model.safetensors"
+AUX = "aux.safetensors"
+LOG = "log.jsonl"
+DRAWN_AT_ONCE = 16
+"""Minibatches that share a picture size and are drawn together."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to train.
+
+    Attributes:
+        steps: of the whole schedule, over all pieces.
+        lr: highest learning rate.
+        optimizer: ``muon`` or ``adamw``.
+        items: of each task, in a step of one GPU.
+        rag_from: share of the schedule after which notes with pictures join in.
+        decay: share of the schedule, at its end, over which the learning rate falls to 0.
+        aux: weight of the loss on patches at the start; it falls to a tenth.
+        balance: weight of the load-balancing loss.
+        steepness: weight of the loss on unequal weights of a token's experts.
+        families: groups in which experts start alike; 0 for none.
+        noise: how much of an expert is its own at the start, 0 to 1.
+        pull: how far an expert moves towards its family's mean in a step at the full learning rate.
+        average: decay of the moving average of weights that is exported.
+        seed: of everything.
+    """
+
+    steps: int = 20_000
+    lr: float = 1.5e-3
+    optimizer: str = "muon"
+    ocr: int = 384
+    cc: int = 128
+    rag: int = 96
+    rag_from: float = 0.1
+    decay: float = 0.35
+    aux: float = 0.2
+    balance: float = 0.01
+    steepness: float = 0.1
+    families: int = 8
+    noise: float = 0.3
+    pull: float = 0.02
+    average: float = 0.998
+    seed: int = 0
+
+
+class Trainer:
+    """The state of a training run on one GPU of `world`."""
+
+    def __init__(self, options: Options, device: torch.device, rank: int, world: int) -> None:
+        self.o, self.device, self.rank, self.world = options, device, rank, world
+        recipe = Recipe()
+        self.top_k = recipe.experts_per_token
+        self.codec = Codec(sheets_of.load().to(device))
+        things = len(self.codec.sheets.characters) + len(self.codec.sheets.icons)
+        self.network = Network(recipe).to(device)
+        init(self.network, options.seed, families=options.families or None, noise=options.noise)
+        torch.manual_seed(options.seed)
+        self.aux = nn.Linear(recipe.vision_hidden_size, things).to(device)
+        # From nothing, so that beside trained weights it does not begin by pulling at them; and a
+        # thing is rarely on a patch.
+        nn.init.zeros_(self.aux.weight)
+        nn.init.constant_(self.aux.bias, -5.0)
+        self.average = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
+        state = self.network.state_dict()  # shares memory with the parameters
+        self.live = [state[k] for k in self.average]
+        self.families = [
+            (p, families_of(options.seed, k, recipe.experts, options.families).to(device))
+            for k, p in self.network.named_parameters()
+            if ".experts." in k and options.families
+        ]
+        self.optimizers = self._optimizers()
+        self.step = 0
+        self._seed(0)
+
+    def _seed(self, piece: int) -> None:
+        # Pieces and ranks each have their own stream: nothing is drawn twice.
+        seed = self.o.seed * 1_000_003 + piece * 1_009 + self.rank
+        generator = torch.Generator(self.device).manual_seed(seed)
+        self.draws = Draws(generator)
+        # Shapes are the same on all ranks, so that none waits for another's larger batch.
+        self.rng = random.Random(self.o.seed * 1_000_003 + piece)
+        self.waiting: dict[str, list[Minibatch]] = {task: [] for task in TASKS}
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        named = [*self.network.named_parameters()]
+        named += [(f"aux.{k}", p) for k, p in self.aux.named_parameters()]
+        muon = self.o.optimizer == "muon"
+        hidden = [p for k, p in named if muon and is_hidden_matrix(k, p)]
+        chosen = {id(p) for p in hidden}
+        decayed = [p for k, p in named if id(p) not in chosen and p.ndim >= 2]
+        plain = [p for k, p in named if id(p) not in chosen and p.ndim < 2]
+        groups = [
+            {"params": decayed, "weight_decay": 0.01},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        fused = self.device.type == "cuda"
+        adam = torch.optim.AdamW(groups, lr=self.o.lr, betas=(0.9, 0.98), fused=fused)
+        return [adam, *([Muon(hidden, lr=self.o.lr)] if hidden else [])]
+
+    def rate(self) -> float:
+        """Share of the highest learning rate: warm-up, a plateau, then down to 0."""
+        left = (self.o.steps - self.step) / max(self.o.decay * self.o.steps, 1)
+        return min(1.0, (self.step + 1) / 200, max(left, 0.0))
+
+    def losses(self, batch: Minibatch, aux_weight: float) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss to minimise, and its parts."""
+        height, width = batch.pixels.shape[2:]
+        pixels = batch.pixels.float() / 127.5 - 1
+        positions = positions_of(batch.tokens, IMAGE_PAD, (height // MERGED, width // MERGED))
+        with torch.autocast(self.device.type, torch.bfloat16):
+            vision = self.network.encode(pixels)
+            out = self.network(vision, batch.tokens, positions)
+            logits = self.network.lm_head(out.hidden)
+            seen = self.aux(vision.patches)
+        # All rows, not the answers' alone: picking rows would have the host wait for the device.
+        target = batch.tokens.where(batch.answer, -100)[:, 1:]
+        said = functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), target.flatten(), ignore_index=-100
+        )
+        things = batch.things.to(torch.float32)
+        patch = functional.binary_cross_entropy_with_logits(
+            seen.float(), things, reduction="none", pos_weight=torch.tensor(8.0, device=self.device)
+        )
+        patch = patch.sum(-1).mean()
+        balance = balance_loss(out.router_logits, batch.valid, self.top_k)
+        steep = steepness_loss(out.router_logits, batch.valid, self.top_k)
+        total = said + aux_weight * patch + self.o.balance * balance + self.o.steepness * steep
+        parts = {"said": said, "aux": patch, "balance": balance, "steepness": steep}
+        return total, {k: v.detach() for k, v in parts.items()}
+
+    def _next(self, task: str) -> Minibatch:
+        # Drawing costs thousands of small launches, whatever the number of items.
+        waiting = self.waiting[task]
+        if not waiting:
+            n = getattr(self.o, task) * DRAWN_AT_ONCE
+            batch = draw(self.codec, self.draws, self.rng, task, n, TRAIN)
+            order = self.draws.uniform(len(batch.tokens)).argsort()
+            waiting += batch.parts(DRAWN_AT_ONCE, order)
+        return waiting.pop()
+
+    def train_step(self) -> dict[str, Tensor]:
+        """One step over all tasks; gives their losses."""
+        progress = self.step / self.o.steps
+        aux = self.o.aux * (0.1 + 0.9 * max(0.0, 1 - 1.5 * progress))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.o.lr * self.rate()
+            optimizer.zero_grad(set_to_none=True)
+        found: dict[str, Tensor] = {}
+        for task in TASKS:
+            if task == "rag" and progress < self.o.rag_from:
+                continue
+            batch = self._next(task)
+            loss, parts = self.losses(batch, aux)
+            loss.backward()
+            found |= {f"{task} {k}": v for k, v in parts.items()}
+        params = [*self.network.parameters(), *self.aux.parameters()]
+        if self.world > 1:
+            _share_gradients(params, self.world)
+        found["norm"] = nn.utils.clip_grad_norm_(self.network.parameters(), 1.0, foreach=True)
+        nn.utils.clip_grad_norm_(self.aux.parameters(), 1.0, foreach=True)
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._pull_families()
+        keep = min(self.o.average, (self.step + 1) / (self.step + 10))
+        torch._foreach_lerp_(list(self.average.values()), self.live, 1 - keep)
+        self.step += 1
+        return found
+
+    @torch.no_grad()
+    def _pull_families(self) -> None:
+        """Keep the experts of a family alike.
+
+        In large models some experts resemble others, which re-routing lives by. Left alone, so few
+        steps from so few families make experts that have nothing in common.
+        """
+        for parameter, family in self.families:
+            total = torch.zeros_like(parameter[: self.o.families]).index_add_(0, family, parameter)
+            mean = total * (self.o.families / len(parameter))
+            parameter.lerp_(mean[family], self.o.pull * self.rate())
+
+    def exact(self, rounds: int, items: int, split: str = HELD_OUT) -> dict[str, float]:
+        """Share of answers that the averaged model says without a mistake, by kind.
+
+        Teacher-forced: an answer counts if every token of it is the likeliest, which is when
+        greedy decoding gives it.
+        """
+        # Gradients stay on: without them every block would be compiled once more.
+        live = {k: v.clone() for k, v in self.network.state_dict().items()}
+        self.network.load_state_dict(self.average)
+        draws = Draws(torch.Generator(self.device).manual_seed(1_234))
+        rng = random.Random(5)
+        right: dict[str, list[float]] = defaultdict(list)
+        for task in TASKS:
+            for _ in range(rounds):
+                batch = draw(self.codec, draws, rng, task, items, split)
+                kinds, print_px = batch.kind.tolist(), batch.print_px.tolist()
+                for kind, px, good in zip(kinds, print_px, self._right(batch), strict=True):
+                    band = " large" if px >= 20 else " fine" if 0 < px < 16 else ""
+                    right[f"{task} {batch.kinds[kind]}{band}"].append(good)
+        self.network.load_state_dict(live)
+        return {k: sum(v) / len(v) for k, v in sorted(right.items())}
+
+    def _right(self, batch: Minibatch) -> list[float]:
+        height, width = batch.pixels.shape[2:]
+        positions = positions_of(batch.tokens, IMAGE_PAD, (height // MERGED, width // MERGED))
+        with torch.autocast(self.device.type, torch.bfloat16):
+            vision = self.network.encode(batch.pixels.float() / 127.5 - 1)
+            out = self.network(vision, batch.tokens, positions)
+            likeliest = self.network.lm_head(out.hidden).argmax(-1)
+        wrong = (likeliest[:, :-1] != batch.tokens[:, 1:]) & batch.answer[:, 1:]
+        # The first turn alone is what the benchmarks ask.
+        turn = (batch.tokens == token_id("<|im_start|>")).cumsum(1)[:, 1:]
+        first = turn <= 2
+        return (~(wrong & first).any(1)).float().tolist()
+
+    def state(self) -> dict[str, Any]:
+        """All that a later piece needs."""
+        return {
+            "options": asdict(self.o),
+            "step": self.step,
+            "network": self.network.state_dict(),
+            "aux": self.aux.state_dict(),
+            "average": self.average,
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }
+
+    def start_from(self, weights: dict[str, Tensor]) -> None:
+        """Take weights, without the optimizers' state. Tokens that they lack stay as drawn."""
+        with torch.no_grad():
+            for k, v in self.network.state_dict().items():
+                v[: len(weights[k])].copy_(weights[k])
+                self.average[k].copy_(v)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self.network.load_state_dict(state["network"])
+        self.aux.load_state_dict(state["aux"])
+        for k, v in state["average"].items():
+            self.average[k].copy_(v)
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+        self._seed(self.step)
+
+
+def _share_gradients(params: list[nn.Parameter], world: int) -> None:
+    grads = [p.grad for p in params if p.grad is not None]
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat)
+    flat /= world
+    parts = flat.split([g.numel() for g in grads])
+    torch._foreach_copy_(grads, [part.view_as(g) for g, part in zip(grads, parts, strict=True)])
+
+
+def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Tensors as bfloat16, under the names that they have."""
+    from safetensors.torch import save_file
+
+    halves = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in tensors.items()}
+    draft = path.with_name(f".{path.name}.new")
+    save_file(halves, draft, metadata={"format": "pt"})
+    draft.replace(path)
+
+
+def save(trainer: Trainer, folder: Path) -> None:
+    """Write the checkpoint and the weights; each appears whole or not at all."""
+    draft = folder / f".{CHECKPOINT}.new"
+    torch.save(trainer.state(), draft)
+    draft.replace(folder / CHECKPOINT)
+    write_tensors(folder / WEIGHTS, trainer.average)
+    write_tensors(folder / AUX, trainer.aux.state_dict())
+
+
+def main() -> int:
+    """Train; gives the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m harness.pocket.train", description=__doc__)
+    parser.add_argument("folder", type=Path, help="of the checkpoint, the weights and the log")
+    parser.add_argument("--minutes", type=float, default=20.0, help="of this piece (default 20)")
+    parser.add_argument(
+        "--start-from", type=Path, help=f"weights to start from; takes {AUX} beside"
+    )
+    parser.add_argument(
+        "--exact-every", type=int, default=1_000, help="steps between held-out looks"
+    )
+    parser.add_argument("--no-compile", action="store_true", help="for short trials")
+    for name, value in asdict(Options()).items():
+        flag = "--" + name.replace("_", "-")
+        parser.add_argument(flag, type=type(value), default=value, help=f"default {value}")
+    args = parser.parse_args()
+    options = Options(**{k: getattr(args, k) for k in asdict(Options())})
+    begun = time.monotonic()
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    cuda = torch.cuda.is_available()
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    )
+    if cuda:
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+    if world > 1:
+        dist.init_process_group("nccl" if cuda else "gloo")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    trainer = Trainer(options, device, rank, world)
+    checkpoint = args.folder / CHECKPOINT
+    if checkpoint.is_file():
+        trainer.restore(torch.load(checkpoint, map_location=device, weights_only=True))
+    elif args.start_from is not None:
+        from safetensors.torch import load_file
+
+        trainer.start_from(load_file(args.start_from))
+        beside = args.start_from.with_name(AUX)
+        if beside.is_file():
+            trainer.aux.load_state_dict(load_file(beside))
+    if not args.no_compile:
+        compile_blocks(trainer.network)
+    stop = {"asked": False}
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, lambda *_: stop.update(asked=True))
+
+    def say(**line: object) -> None:
+        if rank == 0:
+            text = json.dumps(
+                {"step": trainer.step, "s": round(time.monotonic() - begun, 1), **line}
+            )
+            print(text, flush=True)
+            with (args.folder / LOG).open("a") as file:
+                file.write(text + "\n")
+
+    say(options=asdict(options), gpus=world, device=str(device))
+    mark, mark_step = time.monotonic(), trainer.step
+    while trainer.step < options.steps:
+        found = trainer.train_step()
+        if trainer.step % 100 == 0:
+            values = {k: round(float(v), 4) for k, v in found.items()}
+            now = time.monotonic()
+            pace = (trainer.step - mark_step) / (now - mark)
+            mark, mark_step = now, trainer.step
+            say(pace=round(pace, 2), rate=round(trainer.rate(), 3), **values)
+            if not math.isfinite(sum(values.values())):
+                print(
+                    "error: the loss is no number; start again with a lower --lr", file=sys.stderr
+                )
+                return 1
+        if trainer.step % args.exact_every == 0:
+            if rank == 0:
+                say(exact={k: round(v, 3) for k, v in trainer.exact(4, 128).items()})
+            mark, mark_step = time.monotonic(), trainer.step
+        over = torch.tensor(
+            float(stop["asked"] or time.monotonic() - begun > 60 * args.minutes), device=device
+        )
+        if trainer.step % 10 == 0:
+            if world > 1:
+                dist.all_reduce(over, dist.ReduceOp.MAX)
+            if float(over) > 0:
+                break
+    if rank == 0:
+        say(exact={k: round(v, 3) for k, v in trainer.exact(8, 128).items()})
+        save(trainer, args.folder)
+        say(saved=str(args.folder))
+    if world > 1:
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Captioned pictures: their shapes, what they say, and that both tokenizers agree."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from harness.pocket import clip
+from harness.pocket import sheets as sheets_of
+from harness.pocket.world import captions, cc
+from harness.pocket.world.captions import CONTEXT, KINDS, SIDE, Captioned, caption_texts
+from harness.pocket.world.draw import HELD_OUT, TRAIN, Draws
+from harness.pocket.world.text import Codec
+
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def codec() -> Codec:
+    return Codec(sheets_of.load())
+
+
+def drawn(codec: Codec, seed: int, split: str = TRAIN, parts: int = 3) -> list[Captioned]:
+    draws = Draws(torch.Generator().manual_seed(seed))
+    return captions.captioned(codec, draws, random.Random(seed), COUNT, split, parts=parts)
+
+
+def test_batches_have_all_kinds_and_one_language_for_each(codec: Codec) -> None:
+    seen = set()
+    for seed in range(4):
+        for batch in drawn(codec, seed):
+            assert batch.pictures.shape == (COUNT, SIDE, SIDE, 3)
+            assert batch.pictures.dtype == torch.uint8
+            assert batch.tokens.shape == (COUNT, CONTEXT)
+            assert batch.kind.bincount().tolist() == [14, 6, 4]
+            texts = caption_texts(batch.tokens)
+            for k, kind in enumerate(KINDS):
+                own = [t for t, i in zip(texts, batch.kind.tolist(), strict=True) if i == k]
+                heads = {
+                    "scene": r"an? \w+ \w+ at the [a-z ]+", "step": r"step [1-4]: \w+",
+                    "line": r"the text: .+",
+                }  # fmt: skip
+                english = {bool(re.match(heads[kind], t)) for t in own}
+                assert len(english) == 1
+                seen.add((kind, english.pop()))
+    assert len(seen) == 6
+
+
+def test_the_same_seed_gives_the_same_pairs(codec: Codec) -> None:
+    a, b = drawn(codec, 3), drawn(codec, 3)
+    assert all(torch.equal(x.pictures, y.pictures) for x, y in zip(a, b, strict=True))
+    assert all(torch.equal(x.tokens, y.tokens) for x, y in zip(a, b, strict=True))
+    draws = Draws(torch.Generator().manual_seed(3))
+    pictures, tokens = captions.caption_batches(codec, draws, random.Random(3), 9, HELD_OUT)
+    assert (len(pictures), len(tokens)) == (9, 9)
+
+
+def test_a_scene_shows_what_its_caption_says(codec: Codec, monkeypatch: pytest.MonkeyPatch) -> None:
+    scenes = []
+
+    def noted(*args: object) -> cc.Scene:
+        scenes.append(real(*args))  # type: ignore[arg-type]
+        return scenes[-1]
+
+    real = cc.scene
+    monkeypatch.setattr(cc, "scene", noted)
+    draws = Draws(torch.Generator().manual_seed(0))
+    batch = captions.captioned(codec, draws, random.Random(1), 40, TRAIN, kinds=["scene"], parts=4)
+    s, sheets, numbers = scenes[0], codec.sheets, set()
+    for part, found in enumerate(batch):
+        for i, text in enumerate(caption_texts(found.tokens)):
+            row, facts = i * 4 + part, set()
+            for slot, sort in enumerate(s.slot_sort[row].tolist()):
+                if sort < 0:
+                    continue
+                icon, place = int(s.sort[row, sort]), int(s.place[row, slot])
+                en, zh, _ = sheets.colours[int(s.colour[row, slot])]
+                article = "an" if en == "orange" else "a"
+                name = sheets.icon_names_en[icon]
+                facts.add(f"{article} {en} {name} at the {cc.PLACES[place]}")
+                facts.add(f"{cc.PLACES_ZH[place]}有{zh}色的{sheets.icon_names_zh[icon]}")
+            said = re.split(", ?", text)
+            assert facts.issuperset(said)
+            numbers.add(len(said))
+    assert numbers == {1, 2, 3}
+
+
+def test_open_clip_reads_the_captions_as_the_same_tokens(codec: Codec, tmp_path: Path) -> None:
+    pytest.importorskip("open_clip", reason="the extra clip is not installed")
+    assert clip.END == captions.END and clip.ClipRecipe().context == CONTEXT
+    clip.write_folder(tmp_path, clip.ClipRecipe())
+    tokens = torch.cat([b.tokens for s in range(4) for b in drawn(codec, s, HELD_OUT)])
+    assert torch.equal(clip.tokenize(caption_texts(tokens), tmp_path), tokens)
+
+
+def test_no_caption_is_too_long(codec: Codec) -> None:
+    sheets = codec.sheets
+    colour = max(len(c[0]) for c in sheets.colours)
+    name, place = max(map(len, sheets.icon_names_en)), max(map(len, cc.PLACES))
+    assert 3 * len("an   at the , ") + 3 * (colour + name + place) < CONTEXT
