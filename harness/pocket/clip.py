@@ -38,7 +38,7 @@ GAINS = {"embedding": 0.3, "positions": 0.1, "branch_out": 0.3}
 """Standard deviations of token and position embeddings at the start; the last matrix of every branch,
 in multiples of what its inputs call for."""
 
-WHOLE = 0.25
+WHOLE = 0.5
 """Weight of the loss on wholes, in multiples of that on patches."""
 
 DrawBatch = Callable[[int], Sequence[Tensor]]
@@ -52,8 +52,6 @@ raster order, and which of them the captions name, bool [N, things]."""
 @dataclass(frozen=True)
 class ClipRecipe:
     """Sizes of the pocket CLIP. With the pocket vocabulary, weights of the default take 3.7 MB.
-
-    The picture is the mean of its patches, not one token that has to find them.
 
     Attributes:
         context: longest caption [tokens], its end included.
@@ -127,7 +125,6 @@ def model_config(recipe: ClipRecipe, vocabulary: int) -> dict[str, Any]:
                 "width": recipe.vision_width,
                 "head_width": recipe.vision_width // recipe.heads,
                 "layers": recipe.vision_layers,
-                "pool_type": "avg",
             },
             "text_cfg": {
                 "context_length": recipe.context,
@@ -233,7 +230,7 @@ def train_clip(
     recipe: ClipRecipe | None = None,
     things: int = 0,
     seed: int = 0,
-    lr: float = 2e-3,
+    lr: float = 3e-3,
     warmup: int = 200,
     decay: float = 0.4,
     aux: float = 0.2,

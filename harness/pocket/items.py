@@ -206,7 +206,7 @@ def _pages(
     def draw(draws: Draws, rng: random.Random) -> list[Item]:
         drawn = make(
             codec, draws, _PAGES, canvas=rng.choice(ocr.CANVASES), split=split, band=band,
-            chinese=chinese, rows=rng.randint(2, 3) if band == ocr.LARGE else rng.randint(3, 5),
+            chinese=chinese, rows=rng.randint(2, 3) if band == ocr.LARGE else rng.randint(4, 7),
             turns=1,
         )  # fmt: skip
         right = _in_band(drawn, band).tolist()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -33,6 +34,7 @@ from torch.nn import functional
 from harness.pocket import sheets as sheets_of
 from harness.pocket.network import (
     Network,
+    Vision,
     balance_loss,
     compile_blocks,
     families_of,
@@ -154,13 +156,18 @@ class Trainer:
         left = (self.o.steps - self.step) / max(self.o.decay * self.o.steps, 1)
         return min(1.0, (self.step + 1) / 200, max(left, 0.0))
 
-    def losses(self, batch: Minibatch, aux_weight: float) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss to minimise, and its parts."""
+    def losses(
+        self, batch: Minibatch, aux_weight: float, hidden: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The loss to minimise, and its parts; `hidden` as for `hide`."""
         height, width = batch.pixels.shape[2:]
         pixels = batch.pixels.float() / 127.5 - 1
-        positions = positions_of(batch.tokens, IMAGE_PAD, (height // MERGED, width // MERGED))
+        grid = (height // MERGED, width // MERGED)
+        positions = positions_of(batch.tokens, IMAGE_PAD, grid)
         with torch.autocast(self.device.type, torch.bfloat16):
             vision = self.network.encode(pixels)
+            if hidden is not None:
+                batch, positions, vision = hide(batch, positions, vision, hidden)
             out = self.network(vision, batch.tokens, positions)
             logits = self.network.lm_head(out.hidden)
             seen = self.aux(vision.patches)
@@ -203,7 +210,8 @@ class Trainer:
             if task == "rag" and progress < self.o.rag_from:
                 continue
             batch = self._next(task)
-            loss, parts = self.losses(batch, aux)
+            hidden = some_blank(batch, self.draws) if self.step % 2 else None
+            loss, parts = self.losses(batch, aux, hidden)
             loss.backward()
             found |= {f"{task} {k}": v for k, v in parts.items()}
         params = [*self.network.parameters(), *self.aux.parameters()]
@@ -296,6 +304,63 @@ class Trainer:
         self._seed(self.step)
 
 
+def some_blank(batch: Minibatch, draws: Draws) -> Tensor:
+    """A random share, different for each item, of the vision tokens with nothing on or near them.
+
+    The model is to take missing background in its stride, as large ones do: else answers would get
+    worse with pruning for no better reason than that no pruned picture was ever seen.
+
+    Returns:
+        bool [B, vision tokens of an item].
+    """
+    height, width = batch.pixels.shape[2:]
+    rows, columns = height // MERGED, width // MERGED
+    used = batch.things.any(-1).view(-1, 1, 2 * rows, 2 * columns).float()
+    used = functional.max_pool2d(used, 2)
+    near = functional.max_pool2d(used, 3, stride=1, padding=1)
+    blank = near.view(len(batch.tokens), -1) == 0
+    share = draws.uniform(len(blank), 1)
+    return blank & (draws.uniform(*blank.shape) < share)
+
+
+def hide(
+    batch: Minibatch, positions: Tensor, vision: Vision, hidden: Tensor
+) -> tuple[Minibatch, Tensor, Vision]:
+    """Take vision tokens out of the conversations, the others keep their positions.
+
+    They go behind everything else, where attention, which is causal, does not reach them; so the
+    shapes stay, whatever the number.
+
+    Args:
+        batch: of B items.
+        positions: int64 [3, B, L].
+        vision: of the batch's pictures.
+        hidden: bool [B, vision tokens of an item].
+    """
+    pads = batch.tokens == IMAGE_PAD
+    rank = (pads.cumsum(1) - 1).clamp(min=0)
+    out = pads & hidden.gather(1, rank)
+    order = out.to(torch.uint8).argsort(stable=True, dim=1)
+    of_rows = hidden.to(torch.uint8).argsort(stable=True, dim=1)[..., None]
+
+    def moved(rows: Tensor) -> Tensor:
+        items = rows.view(len(hidden), -1, rows.shape[-1])
+        return items.gather(1, of_rows.expand(-1, -1, rows.shape[-1])).view(rows.shape)
+
+    seen = dataclasses.replace(
+        batch,
+        tokens=batch.tokens.gather(1, order),
+        answer=batch.answer.gather(1, order),
+        valid=(batch.valid & ~out).gather(1, order),
+    )
+    taps = tuple(moved(t) for t in vision.taps)
+    return (
+        seen,
+        positions.gather(2, order.expand(3, -1, -1)),
+        Vision(moved(vision.merged), taps, vision.patches),
+    )
+
+
 def _share_gradients(params: list[nn.Parameter], world: int) -> None:
     grads = [p.grad for p in params if p.grad is not None]
     flat = torch.cat([g.flatten() for g in grads])
@@ -334,6 +399,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--exact-every", type=int, default=1_000, help="steps between held-out looks"
+    )
+    parser.add_argument(
+        "--exact-items", type=int, default=128, help="of each task, four times; 0: no last look"
     )
     parser.add_argument("--no-compile", action="store_true", help="for short trials")
     for name, value in asdict(Options()).items():
@@ -396,18 +464,19 @@ def main() -> int:
                 return 1
         if trainer.step % args.exact_every == 0:
             if rank == 0:
-                say(exact={k: round(v, 3) for k, v in trainer.exact(4, 128).items()})
+                say(exact={k: round(v, 3) for k, v in trainer.exact(4, args.exact_items).items()})
             mark, mark_step = time.monotonic(), trainer.step
         over = torch.tensor(
             float(stop["asked"] or time.monotonic() - begun > 60 * args.minutes), device=device
         )
-        if trainer.step % 10 == 0:
+        if world == 1 or trainer.step % 10 == 0:
             if world > 1:
                 dist.all_reduce(over, dist.ReduceOp.MAX)
             if float(over) > 0:
                 break
     if rank == 0:
-        say(exact={k: round(v, 3) for k, v in trainer.exact(8, 128).items()})
+        if args.exact_items:
+            say(exact={k: round(v, 3) for k, v in trainer.exact(8, args.exact_items).items()})
         save(trainer, args.folder)
         say(saved=str(args.folder))
     if world > 1:

@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=4.0, help="of training (default 4)")
     parser.add_argument("--steps", type=int, default=2_600, help="of the whole schedule")
     parser.add_argument("--batch", type=int, default=1_024, help="pairs of a step (default 1024)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="highest learning rate")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
     parser.add_argument("--aux", type=float, default=0.2, help="weight of the loss on patches")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seed", type=int, default=0)

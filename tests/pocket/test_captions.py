@@ -13,7 +13,7 @@ from harness.pocket import clip
 from harness.pocket import sheets as sheets_of
 from harness.pocket.world import captions, cc
 from harness.pocket.world.captions import CONTEXT, KINDS, SIDE, Captioned, caption_texts
-from harness.pocket.world.draw import HELD_OUT, TRAIN, Draws
+from harness.pocket.world.draw import HELD_OUT, TRAIN, Draws, Marks
 from harness.pocket.world.text import Codec
 
 COUNT = 24
@@ -87,6 +87,46 @@ def test_a_scene_shows_what_its_caption_says(codec: Codec, monkeypatch: pytest.M
             assert facts.issuperset(said)
             numbers.add(len(said))
     assert numbers == {1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_marked_is_there_and_what_is_named_is_said(codec: Codec, kind: str) -> None:
+    sheets, side = codec.sheets, SIDE // 16
+    names = [(c, c) for c in sheets.characters]
+    names += list(zip(sheets.icon_names_en, sheets.icon_names_zh, strict=True))
+    names += [(en, f"{zh}色") for en, zh, _ in sheets.colours]
+    names += list(zip(cc.PLACES, cc.PLACES_ZH, strict=True))
+    places = len(names) - len(cc.PLACES)
+    assert len(names) == captions.things_of(sheets)
+    draws = Draws(torch.Generator().manual_seed(2))
+    batches = captions.captioned(codec, draws, random.Random(2), 24, TRAIN, kinds=[kind], parts=4)
+    for batch in batches:
+        assert batch.things.shape == (24, side * side, len(names))
+        assert not (batch.named & ~batch.things.any(1)).any()
+        for text, named in zip(caption_texts(batch.tokens), batch.named, strict=True):
+            said = [names[i] for i in named.nonzero()[:, 0].tolist()]
+            assert len(said) >= {"scene": 3, "step": 2, "line": 1}[kind]
+            assert all(en in text or zh in text for en, zh in said)
+        # A place is marked within its own third of the picture.
+        for _, patch, thing in batch.things[:, :, places:].nonzero().tolist():
+            for at, third in ((patch // side, thing // 3), (patch % side, thing % 3)):
+                assert SIDE * third < 3 * 16 * (at + 1) and 3 * 16 * at < SIDE * (third + 1)
+        if kind == "step":
+            found = batch.things.any(1)
+            assert (found[:, : len(sheets.characters)].sum(1) == 1).all()
+            assert (found.sum(1) == 2).all()
+
+
+def test_marks_follow_a_picture_that_is_made_square(codec: Codec) -> None:
+    pixels = torch.zeros(1, 3, 64, 96, dtype=torch.uint8)
+    pixels[:, :, 48:56, 80:88] = 255
+    marks = Marks(*(torch.tensor([v]) for v in (0, 84, 52, 7)))
+    draws = Draws(torch.Generator().manual_seed(0))
+    squashed = captions._square(pixels, marks)
+    framed = captions._centred(draws, pixels, marks)
+    for picture, moved in (squashed, framed):
+        assert picture.shape == (1, 3, SIDE, SIDE)
+        assert (picture[0, :, int(moved.y), int(moved.x)] == 255).all()
 
 
 def test_open_clip_reads_the_captions_as_the_same_tokens(codec: Codec, tmp_path: Path) -> None:

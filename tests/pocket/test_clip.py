@@ -7,7 +7,9 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,16 +56,16 @@ class World:
         self.tokens = clip.tokenize([caption(p) for p in PAIRS], folder)
         self.images = torch.stack([pixels(p) for p in PAIRS])
 
-    def __call__(self, step: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, step: int) -> tuple[Tensor, ...]:
         order = torch.tensor(random.Random(step).sample(range(len(PAIRS)), len(PAIRS)))
         return self.images[order], self.tokens[order]
 
 
-def train(folder: Path, steps: int, **options: object) -> clip.Progress:
+def train(folder: Path, steps: int, **options: Any) -> clip.Progress:
     return clip.train_clip(
         World(folder), steps=steps, device="cpu", folder=folder, recipe=SMALL, lr=3e-3,
         log=lambda _: None, **options,
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +118,46 @@ def test_resumed_training_goes_on_where_it_was(tmp_path: Path) -> None:
         train(tmp_path / "a", 9, checkpoint=state)
     done = train(tmp_path / "a", 8, checkpoint=state)
     assert done.step == 8
+
+
+class TellingWorld(World):
+    """It also tells which colour is in which quarter, and which one the caption names."""
+
+    def __call__(self, step: int) -> tuple[Tensor, ...]:
+        order = random.Random(step).sample(range(len(PAIRS)), len(PAIRS))
+        things = torch.zeros(len(PAIRS), 4, len(COLOURS), dtype=torch.bool)
+        for row, pair in enumerate(order):
+            colour, place = PAIRS[pair]
+            down, right = PLACES[place]
+            things[row, 2 * down + right, list(COLOURS).index(colour)] = True
+        return (*super().__call__(step), things, things.any(1))
+
+
+def test_heads_learn_and_are_resumed_and_are_not_kept(tmp_path: Path) -> None:
+    seen: list[clip.Progress] = []
+
+    def train_telling(name: str, **options: Any) -> clip.Progress:
+        folder = tmp_path / name
+        return clip.train_clip(
+            TellingWorld(folder), steps=100, device="cpu", folder=folder, recipe=SMALL,
+            things=len(COLOURS), log=seen.append, **options,
+        )  # fmt: skip
+
+    state = tmp_path / "clip.pt"
+    cut = train_telling("a", checkpoint=state, seconds=0)
+    assert (cut.step, cut.done) == (1, False)
+    done = train_telling("a", checkpoint=state)
+    assert done.done and done == replace(seen[-1], pairs_per_s=done.pairs_per_s)
+    assert done.patch < 0.5 * cut.patch and done.whole < 0.5 * cut.whole
+    train_telling("b")
+    one, two = (
+        open_clip.factory.load_state_dict(str(tmp_path / x / clip.WEIGHTS_FILE)) for x in "ab"
+    )
+    assert one.keys() == two.keys()
+    assert all(torch.equal(one[name], two[name]) for name in two)
+    plain = open_clip.create_model(f"local-dir:{tmp_path / 'a'}", load_weights=False)
+    assert one.keys() == plain.state_dict().keys()
+    assert clip.load(folder=tmp_path / "a").model.encode_image(torch.zeros(1, 3, 32, 32)).ndim == 2
 
 
 def test_tokens_are_characters_and_an_end(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _ocr(codec: Codec, draws: Draws, rng: random.Random, n: int, split: str) -> 
     ]  # fmt: skip
     for make, share in ((ocr.slips, 3 * n // 8), (ocr.tables, n // 4)):
         band = rng.choices([ocr.LARGE, ocr.MIDDLE, ocr.FINE], [0.3, 0.15, 0.55])[0]
-        rows = rng.randint(2, 3) if band == ocr.LARGE else rng.randint(3, 5)
+        rows = rng.randint(2, 3) if band == ocr.LARGE else rng.randint(3, 7)
         drawn.append(
             make(
                 codec, draws, share, canvas=canvas, split=split, band=band,
