@@ -115,6 +115,8 @@ class Trainer:
         nn.init.zeros_(self.aux.weight)
         nn.init.constant_(self.aux.bias, -5.0)
         self.average = {k: v.detach().clone() for k, v in self.network.state_dict().items()}
+        # Made once: a number copied to the device has the host wait for it.
+        self.rarity = torch.full((), 8.0, device=device)
         state = self.network.state_dict()  # shares memory with the parameters
         self.live = [state[k] for k in self.average]
         self.families = [
@@ -178,7 +180,7 @@ class Trainer:
         )
         things = batch.things.to(torch.float32)
         patch = functional.binary_cross_entropy_with_logits(
-            seen.float(), things, reduction="none", pos_weight=torch.tensor(8.0, device=self.device)
+            seen.float(), things, reduction="none", pos_weight=self.rarity
         )
         patch = patch.sum(-1).mean()
         balance = balance_loss(out.router_logits, batch.valid, self.top_k)
