@@ -79,6 +79,10 @@ def serve_environment(engine: EngineSettings, base: Mapping[str, str]) -> dict[s
     }
     # It would lock out the control side of a server that only this machine can reach.
     environment.pop("VLLM_API_KEY", None)
+    if engine.kind == "cpu" and " " in sys.prefix:
+        # PyTorch compiles C++ with its own include path unquoted; vLLM has a few functions (those for
+        # log-probabilities, say) compiled even in eager mode, and the engine would end with the error.
+        environment.setdefault("TORCHDYNAMO_DISABLE", "1")
     if engine.kv_cache_gib is not None:
         environment["VLLM_CPU_KVCACHE_SPACE"] = str(engine.kv_cache_gib)
     return environment
