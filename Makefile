@@ -33,11 +33,11 @@ doctor: ## what this machine has, what is missing, how to get it
 	else "$(PYTHON)" -m harness.doctor $(ARGS); fi
 
 test: ## set up and run every test
-	@$(SETUP) --extra engine --extra dev
+	@$(SETUP) --extra engine --extra clip --extra dev
 	$(RUN) pytest $(ARGS)
 
 lint: ## set up and check style and types
-	@$(SETUP) --extra engine --extra dev
+	@$(SETUP) --extra engine --extra clip --extra dev
 	$(RUN) ruff check .
 	$(RUN) ruff format --check .
 	$(RUN) mypy

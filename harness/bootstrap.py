@@ -1,4 +1,4 @@
-"""Sets up `.venv` from nothing: `python3 harness/bootstrap.py [--extra cpu|gpu|engine|dev]`.
+"""Sets up `.venv` from nothing: `python3 harness/bootstrap.py [--extra cpu|gpu|engine|clip|dev]`.
 
 Uses the standard library only and runs before anything is installed, also under an older Python
 than the project needs, in order to say so in plain words. Repeating it is safe and, when nothing
@@ -178,10 +178,12 @@ def choose_extras(requested: Sequence[str], held: Sequence[str]) -> tuple[str, .
     """What the environment is to hold: what it has and what is asked for.
 
     `engine` stands for the engine that is there already, or `cpu`. The two engines exclude each
-    other, since they install the same files; the one asked for wins.
+    other, since they install the same files; the one asked for wins. `clip` needs an engine's torch.
     """
     held_engine = next((e for e in ENGINES if e in held), None)
     wanted = {(held_engine or "cpu") if e == "engine" else e for e in requested}
+    if "clip" in wanted and wanted.isdisjoint(ENGINES):
+        wanted.add(held_engine or "cpu")
     if wanted.isdisjoint(ENGINES) and held_engine is not None:
         wanted.add(held_engine)
     return tuple(sorted(wanted | {e for e in held if e not in ENGINES}))
@@ -626,6 +628,7 @@ ours = ["harness", "kernels", "metrics"]
 names = ["hydra", "omegaconf", "numpy"] + ["torch", "torchvision", "vllm"] * engine
 # All that the server needs; on a machine without a GPU vllm's would complain of that.
 names += ["vllm.entrypoints.openai.api_server"] * ("cpu" in extras)
+names += ["open_clip"] * ("clip" in extras)
 for name in names + ours:
     try:
         module = importlib.import_module(name)
@@ -712,9 +715,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--extra",
         action="append",
         default=[],
-        choices=[*ENGINES, "engine", "dev"],
-        help="what to add: the CPU or GPU engine, whichever engine is there (cpu if none), or the "
-        "development tools; may be repeated",
+        choices=[*ENGINES, "engine", "clip", "dev"],
+        help="what to add: the CPU or GPU engine, whichever engine is there (cpu if none), the CLIP "
+        "score, or the development tools; may be repeated",
     )
     parser.add_argument("--venv", default=".venv", help="its folder (default: .venv)")
     options = parser.parse_args(arguments)

