@@ -23,9 +23,10 @@ from torch import Tensor
 
 from harness.pocket import clip
 from harness.pocket import sheets as sheets_of
-from harness.pocket.world.captions import KINDS, Captioned, caption_texts, captioned, things_of
+from harness.pocket.world.captions import KINDS, Captioned, caption_texts, captioned
 from harness.pocket.world.draw import HELD_OUT, TRAIN, Draws
 from harness.pocket.world.text import Codec
+from harness.pocket.world.things import things_of
 
 CHECKPOINT = "checkpoint.pt"
 LOG = "log.jsonl"
@@ -140,7 +141,7 @@ def main(argv: list[str] | None = None) -> int:
     done = clip.train_clip(
         Batches(codec, args.batch, args.seed),
         steps=args.steps, seconds=60 * args.minutes, device=device, folder=folder,
-        checkpoint=folder / CHECKPOINT, things=things_of(codec.sheets), seed=args.seed,
+        checkpoint=folder / CHECKPOINT, things=things_of(codec.sheets).total, seed=args.seed,
         lr=args.lr, aux=args.aux, log=progress,
     )  # fmt: skip
     figures = {k: None if math.isnan(v) else round(v, 4) for k, v in asdict(done).items()}

@@ -15,6 +15,7 @@ from harness.pocket.world import captions, cc
 from harness.pocket.world.captions import CONTEXT, KINDS, SIDE, Captioned, caption_texts
 from harness.pocket.world.draw import HELD_OUT, TRAIN, Draws, Marks
 from harness.pocket.world.text import Codec
+from harness.pocket.world.things import PLACES, PLACES_ZH, things_of
 
 COUNT = 24
 
@@ -81,8 +82,8 @@ def test_a_scene_shows_what_its_caption_says(codec: Codec, monkeypatch: pytest.M
                 en, zh, _ = sheets.colours[int(s.colour[row, slot])]
                 article = "an" if en == "orange" else "a"
                 name = sheets.icon_names_en[icon]
-                facts.add(f"{article} {en} {name} at the {cc.PLACES[place]}")
-                facts.add(f"{cc.PLACES_ZH[place]}有{zh}色的{sheets.icon_names_zh[icon]}")
+                facts.add(f"{article} {en} {name} at the {PLACES[place]}")
+                facts.add(f"{PLACES_ZH[place]}有{zh}色的{sheets.icon_names_zh[icon]}")
             said = re.split(", ?", text)
             assert facts.issuperset(said)
             numbers.add(len(said))
@@ -95,9 +96,9 @@ def test_what_is_marked_is_there_and_what_is_named_is_said(codec: Codec, kind: s
     names = [(c, c) for c in sheets.characters]
     names += list(zip(sheets.icon_names_en, sheets.icon_names_zh, strict=True))
     names += [(en, f"{zh}色") for en, zh, _ in sheets.colours]
-    names += list(zip(cc.PLACES, cc.PLACES_ZH, strict=True))
-    places = len(names) - len(cc.PLACES)
-    assert len(names) == captions.things_of(sheets)
+    names += list(zip(PLACES, PLACES_ZH, strict=True))
+    places = len(names) - len(PLACES)
+    assert len(names) == things_of(sheets).total
     draws = Draws(torch.Generator().manual_seed(2))
     batches = captions.captioned(codec, draws, random.Random(2), 24, TRAIN, kinds=[kind], parts=4)
     for batch in batches:
@@ -140,5 +141,5 @@ def test_open_clip_reads_the_captions_as_the_same_tokens(codec: Codec, tmp_path:
 def test_no_caption_is_too_long(codec: Codec) -> None:
     sheets = codec.sheets
     colour = max(len(c[0]) for c in sheets.colours)
-    name, place = max(map(len, sheets.icon_names_en)), max(map(len, cc.PLACES))
+    name, place = max(map(len, sheets.icon_names_en)), max(map(len, PLACES))
     assert 3 * len("an   at the , ") + 3 * (colour + name + place) < CONTEXT

@@ -17,6 +17,7 @@ from harness.pocket.world import cc, ocr, rag
 from harness.pocket.world.batch import TASKS, Minibatch, draw, merged
 from harness.pocket.world.draw import HELD_OUT, TRAIN, Draws, a_word, settle, words_of
 from harness.pocket.world.text import Codec, join, stack
+from harness.pocket.world.things import things_of
 
 TOKENIZER = Tokenizer.from_str(json.dumps(tokenizer_json()))
 
@@ -103,7 +104,7 @@ def test_the_right_option_is_the_true_one() -> None:
         letter = TOKENIZER.decode(letters.ids[i, :1].tolist())
         if drawn.kinds[int(drawn.kind[i])] == "how_many":
             things = drawn.marks.thing[drawn.marks.image == i]
-            most = int(things.bincount().max())
+            most = int(things[things < things_of(sheets.load()).colours].bincount().max())
             assert options[cc.LETTERS.index(letter)] in {str(most), "1"}
             counted += 1
     assert counted > 5
@@ -125,8 +126,18 @@ def test_notes_cite_the_pictures_that_show_the_steps() -> None:
         for number, line in enumerate(lines, 1):
             image = i * drawn.images + int(line.split("(IMG#")[1].rstrip(")")) - 1
             name = line.split("![")[1].split("]")[0]
-            shown = set(drawn.marks.thing[drawn.marks.image == image].tolist())
+            marked = drawn.marks.thing[drawn.marks.image == image]
+            shown = set(marked[marked < things_of(codec().sheets).colours].tolist())
             assert shown == {characters + names.index(name), ord(str(number)) - 32}
+
+
+@pytest.mark.parametrize("split", [TRAIN, HELD_OUT])
+def test_answers_of_one_batch_of_notes_end_after_different_steps(split: str) -> None:
+    """Else when to stop could be known without reading the notes."""
+    b = batch("rag", 3, n=24, split=split)
+    steps = (b.tokens == TOKENIZER.encode("\n").ids[0]) & b.answer
+    assert len(set(steps.sum(1).tolist())) > 1
+    assert len(b.tokens) == 24
 
 
 def test_splits_do_not_meet() -> None:

@@ -13,9 +13,12 @@ from harness.pocket.world import cc, ocr, rag
 from harness.pocket.world.draw import TRAIN, Drawn, Draws, Marks, things_by_patch, together
 from harness.pocket.world.several import several
 from harness.pocket.world.text import PAD, Codec
+from harness.pocket.world.things import things_of
 
 TASKS = ("ocr", "cc", "rag")
 LENGTH_MULTIPLE = 16
+ARRANGEMENTS = 8
+"""Most different arrangements of notes in a minibatch."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +77,36 @@ def draw(
     """
     if task == "ocr":
         return merged(codec, _ocr(codec, draws, rng, n, split))
-    chinese = rng.random() < 0.4
-    if task == "cc":
-        canvas = rng.choice([c for c in ocr.CANVASES if min(c) >= 3 * cc.SIDE])
-        scenes = cc.scenes(
-            codec, draws, n, canvas=canvas, split=split, chinese=chinese, turns=3,
+    return merged(codec, (_cc if task == "cc" else _rag)(codec, draws, rng, n, split))
+
+
+def _cc(codec: Codec, draws: Draws, rng: random.Random, n: int, split: str) -> list[Drawn]:
+    canvas = rng.choice([c for c in ocr.CANVASES if min(c) >= 3 * cc.SIDE])
+    chinese = 2 * n // 5
+    return [
+        cc.scenes(
+            codec, draws, count, canvas=canvas, split=split, chinese=language, turns=3,
             open_share=0.5 if split == TRAIN else 0.0,
-        )  # fmt: skip
-        return merged(codec, [scenes])
+        )
+        for language, count in ((False, n - chinese), (True, chinese))
+    ]  # fmt: skip
+
+
+def _rag(codec: Codec, draws: Draws, rng: random.Random, n: int, split: str) -> list[Drawn]:
+    # Several arrangements in a batch: with one, when to stop is the same for all of its items, and
+    # is learned from the batch before instead of from the notes.
     total = rng.randint(3, 12)
-    steps, documents = rng.choice([a for a in rag.arrangements(split) if sum(a[0]) == total])
-    return merged(
-        codec,
-        [
-            rag.notes(
-                codec, draws, n, canvas=rng.choice(rag.CANVASES), split=split, chinese=chinese,
-                steps=steps, documents=documents, asides=3 if split == TRAIN else 0,
-            )
-        ],
-    )  # fmt: skip
+    fitting = [a for a in rag.arrangements(split) if sum(a[0]) == total]
+    chosen = rng.sample(fitting, min(ARRANGEMENTS, len(fitting), n))
+    canvas = rng.choice(rag.CANVASES)
+    return [
+        rag.notes(
+            codec, draws, n * (i + 1) // len(chosen) - n * i // len(chosen), canvas=canvas,
+            split=split, chinese=rng.random() < 0.4, steps=steps, documents=documents,
+            asides=3 if split == TRAIN else 0,
+        )
+        for i, (steps, documents) in enumerate(chosen)
+    ]  # fmt: skip
 
 
 def _ocr(codec: Codec, draws: Draws, rng: random.Random, n: int, split: str) -> list[Drawn]:
@@ -134,7 +148,7 @@ def merged(codec: Codec, parts: Sequence[Drawn]) -> Minibatch:
         marks.append(Marks(torch.where(m.image >= 0, m.image + first, -1), m.x, m.y, m.thing))
         first += len(p.pixels)
     pixels = torch.cat([p.pixels for p in parts])
-    things = len(codec.sheets.characters) + len(codec.sheets.icons)
+    things = things_of(codec.sheets).total
     length = torch.cat([j.length for j in joined])
     height, width = pixels.shape[2:]
     return Minibatch(

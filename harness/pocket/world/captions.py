@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.pocket.sheets import Sheets
 from harness.pocket.special import token_id
 from harness.pocket.tokenizer import character_id, characters
 from harness.pocket.world import cc, ocr, rag
-from harness.pocket.world.draw import Draws, Marks, things_by_patch, together
+from harness.pocket.world.draw import Draws, Marks, things_by_patch
 from harness.pocket.world.text import PAD, Codec, Piece, join
+from harness.pocket.world.things import PLACES, PLACES_ZH, things_of
 
 KINDS = ("scene", "step", "line")
 SHARES = (0.55, 0.25, 0.2)
@@ -83,12 +83,6 @@ class _Part:
     named: Tensor | None = None
 
 
-def things_of(sheets: Sheets) -> int:
-    """How many things there are to tell: glyphs, icons, colours, places, in this order."""
-    glyphs_and_icons = len(sheets.characters) + len(sheets.icon_names_en)
-    return glyphs_and_icons + len(sheets.colours) + len(cc.PLACES)
-
-
 def captioned(
     codec: Codec,
     draws: Draws,
@@ -111,7 +105,7 @@ def captioned(
         kinds: those which occur, out of `KINDS`.
     """
     counts = _counts(n, kinds)
-    total = things_of(codec.sheets)
+    total = things_of(codec.sheets).total
     pixels, tokens, which, things, named = [], [], [], [], []
     for kind, count in counts.items():
         chinese = torch.tensor([rng.random() < CHINESE for _ in range(parts)], device=codec.device)
@@ -201,17 +195,8 @@ def _centred(draws: Draws, pixels: Tensor, marks: Marks) -> tuple[Tensor, Marks]
 def _scenes(codec: Codec, draws: Draws, rng: random.Random, split: str, chinese: Tensor) -> _Part:
     sheets, n, device = codec.sheets, len(chinese), codec.device
     s = cc.scene(codec, draws, n, split)
-    pixels, marks = cc._painted(codec, draws, s, rng.choice(SCENE_CANVASES))
-    icons, total = len(sheets.characters), things_of(sheets)
-    places = total - len(cc.PLACES)
-    colours = places - len(sheets.colours)
-    marks = together(
-        [
-            marks,
-            replace(marks, thing=colours + s.colour.flatten()),
-            replace(marks, thing=places + s.place.flatten()),
-        ]
-    )
+    pixels, marks = cc.painted(codec, draws, s, rng.choice(SCENE_CANVASES))
+    things = things_of(sheets)
     there = s.slot_sort >= 0
     # Icons in a random order, those that are not there last.
     order = torch.where(there, draws.uniform(*there.shape), 2.0).argsort(1)[:, :MOST_FACTS]
@@ -224,7 +209,7 @@ def _scenes(codec: Codec, draws: Draws, rng: random.Random, split: str, chinese:
     ]
     pieces: list[Piece] = []
     # The last column takes what is not named.
-    says = torch.zeros((n, total + 1), dtype=torch.bool, device=device)
+    says = torch.zeros((n, things.total + 1), dtype=torch.bool, device=device)
     for i in range(MOST_FACTS):
         slot = order[:, i : i + 1]
         place, colour = s.place.gather(1, slot)[:, 0], s.colour.gather(1, slot)[:, 0]
@@ -232,10 +217,10 @@ def _scenes(codec: Codec, draws: Draws, rng: random.Random, split: str, chinese:
         english = [
             _entry(codec, [en for en, _ in coloured], colour),
             _entry(codec, sheets.icon_names_en, icon),
-            _entry(codec, [f" at the {p}" for p in cc.PLACES], place),
+            _entry(codec, [f" at the {p}" for p in PLACES], place),
         ]
         other = [
-            _entry(codec, cc.PLACES_ZH, place),
+            _entry(codec, PLACES_ZH, place),
             _entry(codec, [zh for _, zh in coloured], colour),
             _entry(codec, sheets.icon_names_zh, icon),
         ]
@@ -243,10 +228,11 @@ def _scenes(codec: Codec, draws: Draws, rng: random.Random, split: str, chinese:
             english.insert(0, _text(codec, ", ", n))
             other.insert(0, _text(codec, ",", n))
         pieces += _either(english, other, chinese, i < named)
-        fact = torch.stack([icons + icon, colours + colour, places + place], 1)
-        says.scatter_(1, torch.where((i < named)[:, None], fact, total), value=True)
+        fact = [things.icons + icon, things.colours + colour, things.places + place]
+        fact = torch.where((i < named)[:, None], torch.stack(fact, 1), things.total)
+        says.scatter_(1, fact, value=True)
     square, marks = _square(pixels, marks)
-    return _Part(square, pieces, marks, says[:, :total])
+    return _Part(square, pieces, marks, says[:, : things.total])
 
 
 def _steps(codec: Codec, draws: Draws, rng: random.Random, split: str, chinese: Tensor) -> _Part:
@@ -254,7 +240,9 @@ def _steps(codec: Codec, draws: Draws, rng: random.Random, split: str, chinese: 
     icon = draws.integers(0, len(sheets.icon_names_en), n)
     step = draws.integers(0, rag.MOST_STEPS, n)
     canvas = rng.choice(rag.CANVASES)
-    pixels, marks = rag._pictures(codec, draws, icon[:, None], step[:, None], canvas, split)
+    pixels, marks = rag.pictures(codec, draws, icon[:, None], step[:, None], canvas, split)
+    # Captions do not tell its colour.
+    marks = marks.only(marks.thing < things_of(sheets).colours)
     english = [
         _text(codec, "step ", n),
         _entry(codec, [str(i + 1) for i in range(rag.MOST_STEPS)], step),

@@ -13,15 +13,11 @@ import torch
 from torch import Tensor
 
 from harness.pocket.raster import Icons, paint
-from harness.pocket.world.draw import HELD_OUT, MERGED, Drawn, Draws, Marks, Turn, grain
+from harness.pocket.world.draw import HELD_OUT, MERGED, Drawn, Draws, Marks, Turn, grain, together
 from harness.pocket.world.text import Codec, Piece, choose
+from harness.pocket.world.things import PLACES, PLACES_ZH, things_of
 
 KINDS = ("what", "how_many", "colour", "where")
-PLACES = (
-    "top left", "top", "top right", "left", "centre", "right",
-    "bottom left", "bottom", "bottom right",
-)  # fmt: skip
-PLACES_ZH = ("左上", "上面", "右上", "左边", "中间", "右边", "左下", "下面", "右下")
 LETTERS = "ABCD"
 SIDE = 40
 """Width and height of an icon [px]."""
@@ -105,7 +101,7 @@ def scenes(
         open_share: share of questions without options.
     """
     s = scene(codec, draws, n, split)
-    pixels, marks = _painted(codec, draws, s, canvas)
+    pixels, marks = painted(codec, draws, s, canvas)
     made, kinds = [], []
     for t in range(turns):
         kind = draws.integers(0, len(KINDS), n)
@@ -121,7 +117,12 @@ def scenes(
     return Drawn(pixels, 1, made, marks, kinds[0], KINDS, none)
 
 
-def _painted(codec: Codec, draws: Draws, s: Scene, canvas: tuple[int, int]) -> tuple[Tensor, Marks]:
+def painted(codec: Codec, draws: Draws, s: Scene, canvas: tuple[int, int]) -> tuple[Tensor, Marks]:
+    """Pictures of scenes, uint8 [B, 3, height, width], and what is where on them.
+
+    At the centre of an icon lie marks of what it is, of its colour and of its place: what belongs to
+    one icon is to be told in one spot.
+    """
     sheets, (height, width) = codec.sheets, canvas
     n, slots = s.place.shape
     tall, wide = height // 3, width // 3
@@ -136,18 +137,11 @@ def _painted(codec: Codec, draws: Draws, s: Scene, canvas: tuple[int, int]) -> t
         height=height, width=width, noise=grain(draws, n), generator=draws.generator,
     )  # fmt: skip
     image = torch.arange(n, device=x.device)[:, None].expand(-1, slots)
-    marks = Marks(
-        *(
-            v.reshape(-1)
-            for v in (
-                torch.where(icon >= 0, image, -1),
-                x + SIDE // 2,
-                y + SIDE // 2,
-                len(sheets.characters) + icon.clamp(min=0),
-            )
-        )
-    )
-    return pixels, marks
+    there = torch.where(icon >= 0, image, -1).reshape(-1)
+    middle = [(v + SIDE // 2).reshape(-1) for v in (x, y)]
+    things = things_of(sheets)
+    told = (things.icons + icon.clamp(min=0), things.colours + s.colour, things.places + s.place)
+    return pixels, together([Marks(there, *middle, thing.reshape(-1)) for thing in told])
 
 
 def _question(

@@ -68,6 +68,10 @@ class Marks:
     y: Tensor
     thing: Tensor
 
+    def only(self, kept: Tensor) -> Marks:
+        """Those where `kept` (bool [M]); nothing in place of the others."""
+        return Marks(torch.where(kept, self.image, -1), self.x, self.y, self.thing)
+
 
 @dataclass(frozen=True)
 class Turn:

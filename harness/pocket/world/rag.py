@@ -29,6 +29,7 @@ from harness.pocket.world.draw import (
     together,
 )
 from harness.pocket.world.text import Codec, Piece, choose, stack
+from harness.pocket.world.things import things_of
 
 KINDS = ("how-to", "how-to_zh")
 CANVASES: tuple[tuple[int, int], ...] = ((64, 96), (96, 64), (96, 96))
@@ -101,7 +102,7 @@ def notes(
     pair_step = torch.tensor([s for m in steps for s in range(m)], device=device)
     shown = draws.order(n, total)  # picture i shows pair shown[:, i]
     icon = topic.gather(1, pair_topic[shown])
-    pixels, marks = _pictures(codec, draws, icon, pair_step[shown], canvas, split)
+    pixels, marks = pictures(codec, draws, icon, pair_step[shown], canvas, split)
 
     names = codec.glyphs(sheets.icon_names_zh if chinese else sheets.icon_names_en)
     verbs = [codec.constant(v, n) for v in (VERBS_ZH if chinese else VERBS)]
@@ -177,7 +178,7 @@ def _head(codec: Codec, title: Piece, digit: Piece, chinese: bool) -> list[Piece
     return [title, codec.constant(" step ", n), digit, codec.constant(": ", n)]
 
 
-def _pictures(
+def pictures(
     codec: Codec,
     draws: Draws,
     icon: Tensor,
@@ -211,9 +212,11 @@ def _pictures(
     icon_y = icon_y.clamp(max=height - side)
     ground, ink = paper(draws, m)
     palette = torch.tensor([c[2] for c in sheets.colours], dtype=torch.float32, device=size.device)
-    tint = palette[draws.integers(0, len(palette), m)]
+    colour = draws.integers(0, len(palette), m)
+    tint = palette[colour]
     # A tint that the ground would swallow gives way to the ink.
-    tint = torch.where(((tint - ground).abs().sum(1) < 160)[:, None], ink, tint)
+    swallowed = (tint - ground).abs().sum(1) < 160
+    tint = torch.where(swallowed[:, None], ink, tint)
     runs = Runs(
         glyphs, font[:, None], size[:, None], text_x[:, None], text_y[:, None], ink[:, None]
     )
@@ -222,6 +225,8 @@ def _pictures(
         sheets, ground, [runs], [icons], height=height, width=width,
         noise=grain(draws, m), generator=draws.generator,
     )  # fmt: skip
-    image = torch.arange(m, device=size.device)
-    seen = Marks(image, icon_x + side // 2, icon_y + side // 2, len(sheets.characters) + icon)
-    return pixels, together([marks_of_runs(sheets, runs), seen])
+    image, things = torch.arange(m, device=size.device), things_of(sheets)
+    middle = icon_x + side // 2, icon_y + side // 2
+    seen = Marks(image, *middle, things.icons + icon)
+    tinted = Marks(torch.where(swallowed, -1, image), *middle, things.colours + colour)
+    return pixels, together([marks_of_runs(sheets, runs), seen, tinted])
