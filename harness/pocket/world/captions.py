@@ -228,8 +228,8 @@ def _scenes(codec: Codec, draws: Draws, rng: random.Random, split: str, chinese:
             english.insert(0, _text(codec, ", ", n))
             other.insert(0, _text(codec, ",", n))
         pieces += _either(english, other, chinese, i < named)
-        fact = [things.icons + icon, things.colours + colour, things.places + place]
-        fact = torch.where((i < named)[:, None], torch.stack(fact, 1), things.total)
+        told = (things.icons + icon, things.colours + colour, things.places + place)
+        fact = torch.where((i < named)[:, None], torch.stack(told, 1), things.total)
         says.scatter_(1, fact, value=True)
     square, marks = _square(pixels, marks)
     return _Part(square, pieces, marks, says[:, : things.total])

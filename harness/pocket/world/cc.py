@@ -138,7 +138,7 @@ def painted(codec: Codec, draws: Draws, s: Scene, canvas: tuple[int, int]) -> tu
     )  # fmt: skip
     image = torch.arange(n, device=x.device)[:, None].expand(-1, slots)
     there = torch.where(icon >= 0, image, -1).reshape(-1)
-    middle = [(v + SIDE // 2).reshape(-1) for v in (x, y)]
+    middle = (x + SIDE // 2).reshape(-1), (y + SIDE // 2).reshape(-1)
     things = things_of(sheets)
     told = (things.icons + icon.clamp(min=0), things.colours + s.colour, things.places + s.place)
     return pixels, together([Marks(there, *middle, thing.reshape(-1)) for thing in told])
