@@ -115,10 +115,15 @@ def _idle(settings: Settings) -> set[str]:
         idle.add("routing.similarity_threshold")
     if settings.routing.policy != "topk":
         idle.add("routing.renormalize")
-    if settings.vision.retain_ratio == 1:
-        idle |= {"vision.policy", "vision.min_tokens_per_image", "vision.layer"}
-    if settings.vision.policy == "random":
-        idle.add("vision.layer")
+    vision, of_attention = settings.vision, {"vision.layer", "vision.budget", "vision.merge"}
+    if not vision.prunes:
+        idle |= {"vision.policy", "vision.min_tokens_per_image", *of_attention}
+    if vision.policy == "none":
+        idle.add("vision.retain_ratio")
+    if vision.policy != "visionzip":
+        idle |= of_attention
+    if vision.merge == "none" or of_attention <= idle:
+        idle.add("vision.contextual_share")
     if settings.load.arrival != "gamma":
         idle.add("load.burstiness")
     return idle

@@ -41,8 +41,9 @@ def words(cell: Cell) -> str:
     routing = s.routing
     k = "off" if routing.primary_experts is None else f"{routing.policy} {routing.primary_experts}"
     load = f"qps {s.load.qps:g}" if s.load.qps is not None else f"{s.load.concurrency} at a time"
-    at_random = " at random" if s.vision.policy == "random" and s.vision.retain_ratio < 1 else ""
-    return f"retain {s.vision.retain_ratio:g}{at_random} · K {k} · {load}"
+    v = s.vision
+    by = f" by {v.policy}" if v.prunes and v.policy != "visionzip" else ""
+    return f"retain {v.retain_ratio if v.prunes else 1:g}{by} · K {k} · {load}"
 
 
 class SweepProgress:

@@ -91,6 +91,9 @@ class WorkloadSettings:
     path: str | None
     samples: Annotated[int, _at_least(1)]
     images_per_request: Annotated[int, _at_least(1)]
+    mix_format: Annotated[str | None, _one_of("ocrbench", "ccbench", "rag_igbench")]
+    mix_path: str | None
+    mix_images: Annotated[int, _at_least(0)]
     seed: Annotated[int, _at_least(0)]
     max_tokens: Annotated[int, _at_least(1)]
     ignore_eos: bool
@@ -116,10 +119,20 @@ class LoadSettings:
 class VisionSettings:
     """The prefill lever."""
 
-    policy: Annotated[str, _one_of("visionzip", "random")]
+    policy: Annotated[str, _one_of("none", "visionzip", "random", "grid", "downscale")]
     retain_ratio: Annotated[float, _number("a number in (0, 1]", lambda v: 0 < v <= 1)]
     min_tokens_per_image: Annotated[int, _at_least(0)]
     layer: int
+    budget: Annotated[
+        str, _one_of("raw", "sink_clipped", "rank", "per_image", "excess", "log_excess")
+    ]
+    merge: Annotated[str, _one_of("none", "contextual")]
+    contextual_share: Annotated[float, _number("a number in [0, 1)", lambda v: 0 <= v < 1)]
+
+    @property
+    def prunes(self) -> bool:
+        """Whether any token may go."""
+        return self.policy != "none" and self.retain_ratio < 1
 
 
 @dataclass(frozen=True)
@@ -320,8 +333,15 @@ def _contradictions(s: Settings) -> typing.Iterator[str]:
             f"workload.images_per_request={w.images_per_request}: takes a whole number <= "
             f"engine.images_per_request ({e.images_per_request})"
         )
+    if (w.mix_format is None) != (w.mix_images == 0):
+        yield (
+            f"workload.mix_images={w.mix_images}: takes 0 with workload.mix_format=null, and a whole "
+            "number >= 1 with another"
+        )
+    if w.mix_format is None and w.mix_path is not None:
+        yield f"workload.mix_path={w.mix_path!r}: takes null with workload.mix_format=null"
     if not e.plugin:
-        if s.vision.retain_ratio < 1:
+        if s.vision.prunes:
             yield (
                 f"vision.retain_ratio={s.vision.retain_ratio}: needs the plugin inside the engine; "
                 "set engine.plugin=true, or take 1.0"

@@ -15,7 +15,7 @@ from harness.engine.server import EngineError
 from harness.load.record import ImageTokens, RoutingCounts
 from harness.settings import RoutingSettings
 
-PROTOCOL = 2
+PROTOCOL = 3
 _CACHES = ("prefix", "mm", "encoder")
 
 

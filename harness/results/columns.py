@@ -10,6 +10,8 @@ from metrics.registry import METRICS
 
 QUALITY = "quality_"
 COUNT = "_n"
+KEPT = "kept_"
+BY_TOKEN, LOW, HIGH = "_by_token", "_low", "_high"
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,10 @@ COLUMNS: tuple[Column, ...] = (
     Column(
         "vision_policy",
         "",
-        "how tokens are chosen: visionzip or random; empty where all stay",
+        "how tokens are chosen: visionzip, random, grid or downscale; empty where all stay",
     ),
+    Column("vision_budget", "", "how visionzip shares a turn's budget out over its images"),
+    Column("vision_merge", "", "contextual: visionzip merges other tokens into some rows"),
     Column("min_tokens_per_image", "tokens", "floor of vision tokens for every image"),
     Column("routing_policy", "", "off, topk or sere (decode lever)"),
     Column("primary_experts", "", "K, experts of a token that never move; off: no re-routing"),
@@ -121,7 +125,8 @@ _METRICS = {m.name: m for m in METRICS}
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Column, ...]:
-    """All columns of these rows: `COLUMNS`, then a pair for each quality metric by name."""
+    """All columns of these rows: `COLUMNS`, then those of sources and of quality metrics by name."""
+    sources = sorted({key for row in rows for key in row if key.startswith(KEPT)})
     names = {key for row in rows for key in row if key.startswith(QUALITY)}
     quality: list[Column] = []
     for name in sorted(names):
@@ -134,4 +139,15 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Column, ...]:
             about += f" (defined in {metric.module})"
         quality.append(Column(name, unit, about, better))
         quality.append(Column(name + COUNT, "requests", f"requests behind {name}"))
-    return (*COLUMNS, *quality)
+    return (*COLUMNS, *map(_kept, sources), *quality)
+
+
+def _kept(name: str) -> Column:
+    """A column of what the images of one source kept."""
+    source = name.removeprefix(KEPT)
+    end = next((e for e in (LOW, HIGH) if source.endswith(e)), "")
+    source = source.removesuffix(end)
+    weight = "tokens" if source.endswith(BY_TOKEN) else "images"
+    side = {LOW: "lower end of the 95 % interval of ", HIGH: "upper end of the same of "}
+    about = f"share of vision tokens kept, mean over {weight} of {source.removesuffix(BY_TOKEN)}"
+    return Column(name, "", side.get(end, "") + about)

@@ -36,6 +36,8 @@ AXES: tuple[Axis, ...] = (
     Axis("routing_policy", "Policy"),
     Axis("protection", "Protection"),
     Axis("vision_policy", "Vision policy"),
+    Axis("vision_budget", "Budget"),
+    Axis("vision_merge", "Merge"),
     Axis("workload", "Workload"),
     Axis("model", "Model"),
     Axis("arrival", "Arrival"),
@@ -53,6 +55,8 @@ _KEYS = frozenset(
     {
         "vision.retain_ratio",
         "vision.policy",
+        "vision.budget",
+        "vision.merge",
         "vision.min_tokens_per_image",
         "routing.primary_experts",
         "routing.policy",

@@ -9,10 +9,12 @@ from typing import Any
 
 from harness.load.record import RequestRecord
 from harness.plan import Cell, canonical_routing
-from harness.results.columns import COUNT, QUALITY
+from harness.results.columns import BY_TOKEN, COUNT, HIGH, KEPT, LOW, QUALITY
 from harness.results.text import one_line
+from harness.settings import WorkloadSettings
 from metrics import dispatch_lag, e2e, rates, tpot, ttft
 from metrics.percentiles import percentile, percentiles
+from metrics.retention import by_image, by_token
 
 OFF = "off"
 _PERCENTILES = (50, 90, 99)
@@ -40,8 +42,9 @@ def summarize(
             where there is any.
 
     Returns:
-        Column name → value, in the order of `COLUMNS`, then ``quality_<metric>`` and
-        ``quality_<metric>_n`` by metric. `None` where there is nothing to say. Times are in ms.
+        Column name → value, in the order of `COLUMNS`, then ``kept_<source>`` and its like where
+        two sources share the requests, then ``quality_<metric>`` and ``quality_<metric>_n`` by
+        metric. `None` where there is nothing to say. Times are in ms.
         Requests that were planned and have no record count as failed.
     """
     good = [r for r in records if r.good]
@@ -69,6 +72,7 @@ def summarize(
         "output_tokens_per_s": rates.output_tokens(records),
         "prompt_tokens_mean": _mean(r.prompt_tokens for r in good),
         **_vision(good),
+        **_retention(good, cell.settings.workload),
         **_routing(steps),
         **_quality(records),
     }
@@ -84,11 +88,14 @@ def _settings(cell: Cell, top_k: int | None) -> dict[str, Any]:
     s = cell.settings
     routing = canonical_routing(s.routing, top_k)
     path = routing.protection_path
+    zipped = s.vision.prunes and s.vision.policy == "visionzip"
     return {
         "model": one_line(s.model.name),
         "workload": one_line(s.workload.name),
         "retain_ratio": s.vision.retain_ratio,
-        "vision_policy": s.vision.policy if s.vision.retain_ratio < 1 else None,
+        "vision_policy": s.vision.policy if s.vision.prunes else None,
+        "vision_budget": s.vision.budget if zipped else None,
+        "vision_merge": s.vision.merge if zipped else None,
         "min_tokens_per_image": s.vision.min_tokens_per_image,
         "routing_policy": routing.policy,
         "primary_experts": OFF if routing.primary_experts is None else routing.primary_experts,
@@ -133,6 +140,25 @@ def _vision(good: Sequence[RequestRecord]) -> dict[str, Any]:
         "vision_tokens_after": after,
         "vision_kept": after / before if before else None,
     }
+
+
+def _retention(good: Sequence[RequestRecord], workload: WorkloadSettings) -> dict[str, Any]:
+    """What the images of either source kept, where every request has some of both."""
+    if workload.mix_format is None:
+        return {}
+    told = [[(i.before, i.after) for i in r.images] for r in good if r.images]
+    row: dict[str, Any] = {}
+    for source, images in (
+        (workload.format, [r[: -workload.mix_images] for r in told]),
+        (f"{workload.mix_format}_mixed_in", [r[-workload.mix_images :] for r in told]),
+    ):
+        for kind, measure in (("", by_image), (BY_TOKEN, by_token)):
+            found = measure(images) if told else None
+            stem = f"{KEPT}{source}{kind}"
+            row[stem] = None if found is None else found.value
+            row[stem + LOW] = None if found is None else found.low
+            row[stem + HIGH] = None if found is None else found.high
+    return row
 
 
 def _routing(steps: Mapping[str, Any] | None) -> dict[str, Any]:

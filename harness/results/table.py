@@ -13,7 +13,16 @@ from rich.table import Table
 from rich.text import Text
 
 from harness.results import levers
-from harness.results.columns import COUNT, QUALITY, Column, columns_of
+from harness.results.columns import (
+    BY_TOKEN,
+    COUNT,
+    HIGH,
+    KEPT,
+    LOW,
+    QUALITY,
+    Column,
+    columns_of,
+)
 from harness.results.store import RunFolder
 from harness.results.text import one_line, spreadsheet_safe
 
@@ -85,6 +94,11 @@ def _terminal_columns(
         ("TTFT\np50 ms", _entry("ttft_p50_ms")),
         ("TPOT\np50 ms", _entry("tpot_p50_ms")),
         ("Experts\nread", _entry("experts_after", 3)),
+        *(
+            (f"Kept\n{one_line(n.removeprefix(KEPT), 40)}".replace("_", "\n"), _entry(n, 3))
+            for n in names
+            if n.startswith(KEPT) and not n.endswith((LOW, HIGH, BY_TOKEN))
+        ),
         *(
             (one_line(n.removeprefix(QUALITY), 40).replace("_", "\n"), _entry(n, 3))
             for n in quality

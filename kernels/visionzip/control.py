@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def random_scores(seeds: Sequence[int], image_tokens: Sequence[int]) -> Tensor:
-    """Scores that say nothing about the content, for `kernels.visionzip.reference.select_tokens`.
+    """Scores that say nothing about the content, for `kernels.visionzip.selection.select_tokens`.
 
     A token's score depends on its image's seed and its place alone. So the tokens that a smaller
     budget keeps of one image are among those of a larger one, whatever other images share it.

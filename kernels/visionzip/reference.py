@@ -1,4 +1,4 @@
-"""VisionZip's scores and selection in plain PyTorch: the definition that faster kernels must meet.
+"""VisionZip's scores in plain PyTorch: the definition that faster kernels must meet.
 
 Importance of a vision token is the attention that it receives in one layer of the vision encoder,
 summed over the queries of its own image and averaged over heads (VisionZip, arXiv 2412.04467, for
@@ -78,42 +78,3 @@ def merge_unit_scores(scores: Tensor, unit: int) -> Tensor:
     if scores.shape[0] % unit:
         raise ValueError(f"{scores.shape[0]} patches do not divide into units of {unit}")
     return scores.view(-1, unit).mean(dim=1)
-
-
-def select_tokens(scores: Tensor, image_tokens: Sequence[int], keep: int, floor: int) -> Tensor:
-    """One budget over all images: the `keep` highest scores of the group, with a floor per image.
-
-    Every image first gets its own `floor` best tokens; the rest of the budget goes to the highest
-    scores left, whichever image they are in. Ties go to the lower index, so that the same scores
-    always select the same tokens.
-
-    Args:
-        scores: [Σ image_tokens] float32.
-        image_tokens: tokens of each image.
-        keep: tokens to keep in all, from `kernels.visionzip.budget.kept_count`.
-        floor: fewest tokens of each image.
-
-    Returns:
-        [keep] int64, ascending: images stay in order, and raster order holds inside each.
-
-    Raises:
-        ValueError: the scores do not cover the images or are not finite, or `keep` is out of range.
-    """
-    total = sum(image_tokens)
-    if scores.shape != (total,):
-        raise ValueError(f"{tuple(scores.shape)} scores for {total} tokens")
-    floors = [min(floor, n) for n in image_tokens]
-    if not sum(floors) <= keep <= total:
-        raise ValueError(f"cannot keep {keep} of {total} tokens with floors {floors}")
-    if keep == total:
-        return torch.arange(total, device=scores.device)
-    if not bool(torch.isfinite(scores).all()):
-        raise ValueError("scores must be finite")
-    ranked = scores.clone()
-    start = 0
-    for length, least in zip(image_tokens, floors, strict=True):
-        best = torch.argsort(scores[start : start + length], descending=True, stable=True)
-        ranked[start + best[:least]] = torch.inf
-        start += length
-    order = torch.argsort(ranked, descending=True, stable=True)
-    return order[:keep].sort().values

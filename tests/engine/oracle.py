@@ -201,10 +201,11 @@ class Oracle:
         retain_ratio: str = "1",
         *,
         floor: int = 1,
+        budget: str = "log_excess",
         routing: Routing | None = None,
     ) -> Expected:
         """Prune, then decode greedily. `retain_ratio` is a decimal numeral, and exact."""
-        kept, margin = _kept(prompt, Decimal(retain_ratio), floor)
+        kept, margin = _kept(prompt, Decimal(retain_ratio), floor, budget)
         is_image = prompt.ids == self.model.config.image_token_id
         stays = torch.ones(len(prompt.ids), dtype=torch.bool)
         stays[is_image] = kept
@@ -333,8 +334,11 @@ def _received(
     return weights.sum(1).mean(0)
 
 
-def _kept(prompt: Prompt, ratio: Decimal, floor: int) -> tuple[Tensor, float]:
+def _kept(prompt: Prompt, ratio: Decimal, floor: int, budget: str) -> tuple[Tensor, float]:
     """Which vision tokens stay, and how narrowly the last of them won."""
+    if budget == "log_excess":
+        return _kept_in_two_stages(prompt, ratio, floor)
+    assert budget == "raw"
     score, image_of = prompt.scores.tolist(), prompt.image_of.tolist()
     kept = torch.zeros(len(score), dtype=torch.bool)
     margin = math.inf
@@ -353,3 +357,57 @@ def _kept(prompt: Prompt, ratio: Decimal, floor: int) -> tuple[Tensor, float]:
             if winners and losers:
                 margin = min(margin, min(score[j] for j in winners) - max(losers))
     return kept, margin
+
+
+def _kept_in_two_stages(prompt: Prompt, ratio: Decimal, floor: int) -> tuple[Tensor, float]:
+    """As `_kept`; images get shares by how far above 1 their scores' logarithms lie."""
+    score, image_of = prompt.scores.tolist(), prompt.image_of.tolist()
+    kept = torch.zeros(len(score), dtype=torch.bool)
+    margin = math.inf
+    for turn in sorted(set(prompt.turn_of)):
+        images = [i for i, t in enumerate(prompt.turn_of) if t == turn]
+        own = {i: [j for j, of in enumerate(image_of) if of == i] for i in images}
+        sizes = [len(own[i]) for i in images]
+        floors = [min(floor, n) for n in sizes]
+        budget = max(int(ratio * sum(sizes)), sum(floors), 1)
+        mass = [sum(math.log(max(score[j], 1)) for j in own[i]) for i in images]
+        shares, narrow = _water(mass, floors, sizes, budget)
+        if budget < sum(sizes):
+            margin = min(margin, narrow)
+        for i, share in zip(images, shares, strict=True):
+            ranked = sorted(own[i], key=lambda j: (-score[j], j))
+            kept[ranked[:share]] = True
+            if 0 < share < len(ranked):
+                margin = min(margin, score[ranked[share - 1]] - score[ranked[share]])
+    return kept, margin
+
+
+def _water(
+    mass: list[float], floors: list[int], sizes: list[int], budget: int
+) -> tuple[list[int], float]:
+    """Shares in proportion to `mass` between floors and sizes, and how narrowly rounding fell.
+
+    Images at a bound are set aside, one kind at a time, until the others fit.
+    """
+    bound: dict[int, int] = {}
+    while True:
+        free = [i for i in range(len(sizes)) if i not in bound]
+        left = budget - sum(bound.values())
+        total = sum(mass[i] for i in free)
+        ideal = {i: left * mass[i] / total if total else left / len(free) for i in free}
+        over = {i: sizes[i] for i in free if ideal[i] > sizes[i]}
+        under = {i: floors[i] for i in free if ideal[i] < floors[i]}
+        excess = sum(ideal[i] - n for i, n in over.items())
+        lack = sum(n - ideal[i] for i, n in under.items())
+        if not over and not under:
+            break
+        bound |= over if excess >= lack else under
+    shares = [bound.get(i, int(ideal.get(i, 0))) for i in range(len(sizes))]
+    parts = sorted(((ideal[i] - int(ideal[i]), -i) for i in free), reverse=True)
+    extra = budget - sum(shares)
+    for part in parts[:extra]:
+        shares[-part[1]] += 1
+    near = parts[extra - 1][0] - parts[extra][0] if 0 < extra < len(parts) else math.inf
+    # An ideal that is nearly whole may fall to either side of it.
+    whole = min((min(p, 1 - p) for p, _ in parts if p > 0), default=math.inf)
+    return shares, min(near, whole)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,9 +17,12 @@ from hypothesis import strategies as st
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import Qwen3VLMoeModel
 
 from harness.engine.plugin.group import (
+    POLICIES,
     Span,
+    Spend,
     VisionRequest,
     append_offsets,
+    downscaled_grid,
     group_extent,
     group_hash,
     group_key,
@@ -29,9 +33,11 @@ from harness.engine.plugin.group import (
     offset_columns,
     prompt_positions,
     proportional_split,
+    spend_of,
     split_gaps,
     split_offsets,
 )
+from kernels.visionzip.selection import BUDGETS
 
 MERGE = 2
 TEXT, IMAGE, TURN_END = 1, 7, 9
@@ -213,38 +219,89 @@ def test_gaps_are_cut_back_into_pieces() -> None:
 
 # -- identity --------------------------------------------------------------------------------------
 
-BASE: tuple[Sequence[str], Sequence[Sequence[int]], int, VisionRequest] = (
-    ["a", "b", "c"],
-    [[5, 6], [5]],
-    40,
-    VisionRequest(0.5, 1, -1),
-)
+Group = tuple[Sequence[str], Sequence[Sequence[int]], Sequence[Sequence[int]], Spend]
+COUNTS = [32, 16, 32]
+GRIDS = [[1, 8, 16], [1, 8, 8], [1, 16, 8]]
+REQUEST = VisionRequest(0.5)
+BASE: Group = (["a", "b", "c"], GRIDS, [[5, 6], [5]], spend_of(REQUEST, COUNTS))
+
+
+def asked(**changes: object) -> Group:
+    return (*BASE[:3], spend_of(dataclasses.replace(REQUEST, **changes), COUNTS))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     "other",
     [
         (["a", "c", "b"], *BASE[1:]),
-        (["a", "b"], [[5, 6]], 40, BASE[3]),
+        (["a", "b"], GRIDS[:2], [[5, 6]], BASE[3]),
         (["ab", "c", ""], *BASE[1:]),
-        (BASE[0], [[5], [6, 5]], *BASE[2:]),
-        (BASE[0], [[5, 6], [6]], *BASE[2:]),
-        (*BASE[:2], 41, BASE[3]),
-        (*BASE[:3], VisionRequest(0.5, 2, -1)),
-        (*BASE[:3], VisionRequest(0.5, 1, 0)),
+        (BASE[0], [GRIDS[2], GRIDS[1], GRIDS[0]], *BASE[2:]),
+        (*BASE[:2], [[5], [6, 5]], BASE[3]),
+        (*BASE[:2], [[5, 6], [6]], BASE[3]),
+        asked(retain_ratio=0.52),
+        asked(min_tokens_per_image=2),
+        asked(layer=0),
+        asked(policy="grid"),
+        asked(policy="random"),
+        asked(budget="raw"),
+        asked(merge="contextual"),
     ],
-    ids=["order", "fewer", "joined", "gap-cut", "gap-text", "budget", "floor", "layer"],
-)
-def test_whatever_changes_a_groups_rows_changes_its_hash(
-    other: tuple[Sequence[str], Sequence[Sequence[int]], int, VisionRequest],
-) -> None:
+    ids=[
+        "order", "fewer", "joined", "sizes", "gap-cut", "gap-text", "keep", "floor", "layer",
+        "grid", "random", "budget", "merge",
+    ],
+)  # fmt: skip
+def test_whatever_changes_a_groups_rows_changes_its_hash(other: Group) -> None:
     assert group_hash(*other) != group_hash(*BASE)
 
 
+def test_what_a_request_means_for_a_group() -> None:
+    assert BASE[3] == Spend(40, 1, -1, POLICIES.index("visionzip"), BUDGETS.index("log_excess"), 0)
+    assert asked(merge="contextual")[3].contextual == 4
+    assert asked(merge="contextual", contextual_share=0.25)[3].contextual == 10
+    # Nothing to merge where all stay, and nobody to merge for where attention does not choose.
+    assert asked(merge="contextual", retain_ratio=1.0)[3].contextual == 0
+    assert asked(merge="contextual", policy="grid")[3].contextual == 0
+    for policy in ("none", "downscale"):
+        assert asked(policy=policy)[3].keep == 80
+    assert asked(retain_ratio=0.1, min_tokens_per_image=20)[3].keep == 56
+
+
+@pytest.mark.parametrize(
+    ("height", "width", "count", "due"),
+    [
+        (8, 8, 64, (8, 8)),
+        (8, 8, 99, (8, 8)),
+        (8, 8, 32, (5, 6)),
+        (8, 8, 1, (1, 1)),
+        (16, 4, 16, (8, 2)),
+        (1, 40, 10, (1, 10)),
+        (40, 1, 10, (10, 1)),
+    ],
+)
+def test_a_smaller_image_has_at_most_as_many_tokens(
+    height: int, width: int, count: int, due: tuple[int, int]
+) -> None:
+    assert downscaled_grid(height, width, count) == due
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.data())
+def test_a_smaller_image_is_no_larger_and_keeps_its_proportions(
+    height: int, width: int, data: st.DataObject
+) -> None:
+    count = data.draw(st.integers(1, height * width))
+    rows, columns = downscaled_grid(height, width, count)
+    assert 1 <= rows <= height and 1 <= columns <= width and rows * columns <= count
+    if count >= 64 and 0.5 <= height / width <= 2:
+        assert 0.7 <= (rows / columns) / (height / width) <= 1.4
+        assert rows * columns >= 0.8 * count
+
+
 def test_a_hash_is_stable_and_says_only_what_matters() -> None:
-    assert group_hash(*BASE) == group_hash(tuple(BASE[0]), [(5, 6), (5,)], *BASE[2:])
+    assert group_hash(*BASE) == group_hash(tuple(BASE[0]), GRIDS, [(5, 6), (5,)], BASE[3])
     # The same budget, however it was asked for, gives the same rows.
-    assert group_hash(*BASE[:3], VisionRequest(0.51, 1, -1)) == group_hash(*BASE)
+    assert group_hash(*asked(retain_ratio=0.51)) == group_hash(*BASE)
     assert len(group_hash(*BASE)) == 64
 
 
@@ -268,6 +325,12 @@ def test_a_groups_key_is_a_number_that_int64_holds() -> None:
         ({"min_tokens_per_image": -1}, "min_tokens_per_image=-1"),
         ({"min_tokens_per_image": 1.5}, "min_tokens_per_image=1.5 must be a whole number"),
         ({"min_tokens_per_image": True}, "min_tokens_per_image=True"),
+        ({"policy": "Random"}, "policy='Random' must be one of none, visionzip, random"),
+        ({"policy": None}, "policy=None must be one of"),
+        ({"budget": "fair"}, "budget='fair' must be one of raw, sink_clipped"),
+        ({"merge": True}, "merge=True must be one of none, contextual"),
+        ({"contextual_share": 1}, "contextual_share=1 must be a number in"),
+        ({"contextual_share": False}, "contextual_share=False"),
         ({"layer": "last"}, "layer='last'"),
         ({"layer": None}, "layer=None"),
     ],

@@ -68,13 +68,14 @@ def test_an_idle_plugin_changes_nothing(
 
 
 def test_pruned_answers_are_the_oracles(server: Endpoint, oracle: Oracle) -> None:
-    """104 answers to 52 conversations, with others in the batch."""
+    """117 answers to 52 conversations, with others in the batch."""
     asked = [conversation(seed) for seed in range(52)]
     cases = [
-        (c, f"oracle-{i}-{ratio}", ratio)
+        (c, f"oracle-{i}-{ratio}", ratio, "log_excess")
         for i, c in enumerate(asked)
         for ratio in (RATIOS[i % 2], RATIOS[2 + i % 2])
     ]
+    cases += [(c, f"oracle-{i}-raw", "0.5", "raw") for i, c in enumerate(asked[::4])]
     answers = together(
         lambda case: ask(
             server,
@@ -82,14 +83,15 @@ def test_pruned_answers_are_the_oracles(server: Endpoint, oracle: Oracle) -> Non
             TOKENS,
             request_id=case[1],
             retain_ratio=float(case[2]),
+            budget=case[3],
         ),
         cases,
     )
     counts = kept_images(server)
     prompts = {id(c): oracle.encode(c.messages, c.images) for c in asked}
     ties, closest = 0, []
-    for (c, name, ratio), got in zip(cases, answers, strict=True):
-        want = oracle.answer(prompts[id(c)], TOKENS, ratio)
+    for (c, name, ratio, budget), got in zip(cases, answers, strict=True):
+        want = oracle.answer(prompts[id(c)], TOKENS, ratio, budget=budget)
         ties += is_tie(got, want)
         assert want.margin < SCORE_TIE or counts[name] == want.images
         assert _total(counts[name]) == _total(want.images)
@@ -98,7 +100,7 @@ def test_pruned_answers_are_the_oracles(server: Endpoint, oracle: Oracle) -> Non
     print("closest calls (token, vision token, expert):", *map(min, zip(*closest, strict=True)))
     assert ties <= 4
     # The budget follows the content: images of one size do not all keep the same share.
-    same_ratio = [images for (_, name, r), images in _pairs(cases, counts) if r == "0.5"]
+    same_ratio = [images for (_, _, r, _), images in _pairs(cases, counts) if r == "0.5"]
     assert any(_moved(images, 0.5) >= 3 for images in same_ratio)
 
 
@@ -106,9 +108,12 @@ def _total(images: list[tuple[int, int]]) -> tuple[int, int]:
     return sum(b for b, _ in images), sum(a for _, a in images)
 
 
+Case = tuple[Conversation, str, str, str]
+
+
 def _pairs(
-    cases: list[tuple[Conversation, str, str]], counts: dict[str, list[tuple[int, int]]]
-) -> list[tuple[tuple[Conversation, str, str], list[tuple[int, int]]]]:
+    cases: list[Case], counts: dict[str, list[tuple[int, int]]]
+) -> list[tuple[Case, list[tuple[int, int]]]]:
     return [(case, counts[case[1]]) for case in cases]
 
 

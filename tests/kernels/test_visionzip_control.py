@@ -7,7 +7,7 @@ import torch
 
 from kernels.visionzip.budget import kept_count
 from kernels.visionzip.control import random_scores
-from kernels.visionzip.reference import select_tokens
+from kernels.visionzip.selection import select_tokens
 
 
 def chosen(seeds: list[int], image_tokens: list[int], ratio: float, floor: int = 1) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""VisionZip's scores and selection against dense and brute-force versions of their definitions."""
+"""VisionZip's scores against dense versions of their definition, and the budget."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kernels.visionzip.budget import kept_count
-from kernels.visionzip.reference import attention_received, merge_unit_scores, select_tokens
+from kernels.visionzip.reference import attention_received, merge_unit_scores
 
 LENGTHS = [(1,), (7,), (64,), (5, 1, 130), (33, 32, 31), (256, 4, 4, 90)]
 
@@ -210,104 +210,3 @@ def test_impossible_budgets_are_refused(
 ) -> None:
     with pytest.raises(ValueError, match=match):
         kept_count(counts, ratio, floor)
-
-
-# -- the selection -------------------------------------------------------------------------------
-
-
-@st.composite
-def selections(draw: st.DrawFn) -> tuple[list[float], list[int], int, int]:
-    """Scores with many ties, image sizes, a floor, and a budget that they allow."""
-    counts = draw(st.lists(st.integers(1, 12), min_size=1, max_size=5))
-    floor = draw(st.integers(0, 5))
-    values = draw(st.sampled_from([[0.0, 1.0], [0.0, -0.0, 0.5, 1.0, 2.0], None]))
-    element = st.floats(0, 1e6, width=32) if values is None else st.sampled_from(values)
-    scores = draw(st.lists(element, min_size=sum(counts), max_size=sum(counts)))
-    least = sum(min(floor, n) for n in counts)
-    keep = draw(st.integers(least, sum(counts)))
-    return scores, counts, keep, floor
-
-
-def brute_force(scores: list[float], counts: list[int], keep: int, floor: int) -> list[int]:
-    """Pick one token after the other, as a person would."""
-    image_of = [i for i, n in enumerate(counts) for _ in range(n)]
-    chosen: set[int] = set()
-
-    def best(candidates: list[int]) -> int:
-        top = max(scores[c] for c in candidates)
-        return min(c for c in candidates if scores[c] == top)
-
-    for image, n in enumerate(counts):
-        for _ in range(min(floor, n)):
-            mine = [t for t in range(len(scores)) if image_of[t] == image and t not in chosen]
-            chosen.add(best(mine))
-    while len(chosen) < keep:
-        chosen.add(best([t for t in range(len(scores)) if t not in chosen]))
-    return sorted(chosen)
-
-
-@given(selections())
-@settings(max_examples=400, deadline=None)
-def test_selection_is_the_brute_force_one(case: tuple[list[float], list[int], int, int]) -> None:
-    scores, counts, keep, floor = case
-    got = select_tokens(torch.tensor(scores), counts, keep, floor)
-    assert got.dtype == torch.int64
-    assert got.tolist() == brute_force(scores, counts, keep, floor)
-
-
-def test_ties_go_to_the_lower_index_in_images_of_any_size() -> None:
-    """Sorting is only by luck stable for a few elements, and not for many."""
-    counts = [700, 900]
-    flat = torch.ones(1600)
-    assert select_tokens(flat, counts, 14, 7).tolist() == [*range(7), *range(700, 707)]
-    assert select_tokens(flat, counts, 500, 7).tolist() == [*range(493), *range(700, 707)]
-
-
-@given(selections())
-@settings(max_examples=200, deadline=None)
-def test_a_larger_budget_only_adds(case: tuple[list[float], list[int], int, int]) -> None:
-    scores, counts, keep, floor = case
-    got = set(select_tokens(torch.tensor(scores), counts, keep, floor).tolist())
-    assert len(got) == keep
-    if keep < len(scores):
-        more = set(select_tokens(torch.tensor(scores), counts, keep + 1, floor).tolist())
-        assert got < more
-
-
-@given(selections(), st.randoms(use_true_random=False))
-@settings(max_examples=100, deadline=None)
-def test_images_share_one_budget_whatever_their_order(
-    case: tuple[list[float], list[int], int, int], random: Any
-) -> None:
-    """With distinct scores the kept tokens do not depend on the order of the images."""
-    _, counts, keep, floor = case
-    values = random.sample(range(10_000), sum(counts))
-    images, at = [], 0
-    for n in counts:
-        images.append([float(v) for v in values[at : at + n]])
-        at += n
-    flat = [v for image in images for v in image]
-    first = {flat[i] for i in select_tokens(torch.tensor(flat), counts, keep, floor).tolist()}
-    random.shuffle(images)
-    flat = [v for image in images for v in image]
-    second = select_tokens(torch.tensor(flat), [len(i) for i in images], keep, floor)
-    assert {flat[i] for i in second.tolist()} == first
-
-
-@pytest.mark.parametrize(
-    ("scores", "counts", "keep", "floor", "match"),
-    [
-        ([1.0, 2.0], [3], 1, 0, "scores for 3 tokens"),
-        ([[1.0, 2.0]], [2], 1, 0, "scores for 2 tokens"),
-        ([1.0, 2.0], [1, 1], 1, 1, "cannot keep 1"),
-        ([1.0, 2.0], [2], 3, 0, "cannot keep 3"),
-        ([1.0, 2.0], [2], -1, 0, "cannot keep -1"),
-        ([1.0, math.nan], [2], 1, 0, "finite"),
-        ([1.0, math.inf], [2], 1, 0, "finite"),
-    ],
-)
-def test_impossible_selections_are_refused(
-    scores: list[Any], counts: list[int], keep: int, floor: int, match: str
-) -> None:
-    with pytest.raises(ValueError, match=match):
-        select_tokens(torch.tensor(scores), counts, keep, floor)

@@ -66,7 +66,7 @@ def test_help_names_every_setting() -> None:
         ("vision__retain_ratio", 0, "vision.retain_ratio=0: takes a number in (0, 1]"),
         ("vision__retain_ratio", float("nan"), "vision.retain_ratio=nan: takes a number in (0, 1]"),
         ("vision__retain_ratio", "half", "vision.retain_ratio='half': takes a number in (0, 1]"),
-        ("vision__policy", "best", "vision.policy='best': takes one of visionzip, random"),
+        ("vision__policy", "best", "vision.policy='best': takes one of none, visionzip"),
         ("vision__layer", 1.5, "vision.layer=1.5: takes a whole number"),
         ("routing__policy", "sear", "routing.policy='sear': takes one of off, topk, sere"),
         (
@@ -143,8 +143,19 @@ def test_vision_settings_that_nothing_reads_do_not_matter() -> None:
     assert len(cells(tree(), tree(vision__policy="random", vision__layer=2))) == 1
     assert len(cells(pruned(), pruned(vision__policy="random"))) == 2
     assert len(cells(pruned(), pruned(vision__layer=2))) == 2
-    at_random = {"vision__policy": "random"}
-    assert len(cells(pruned(**at_random), pruned(**at_random, vision__layer=2))) == 1
+    for changes in ({"layer": 2}, {"budget": "raw"}, {"merge": "contextual"}):
+        other = {f"vision__{k}": v for k, v in changes.items()}
+        assert len(cells(pruned(), pruned(**other))) == 2
+        assert len(cells(tree(), tree(**other))) == 1
+        for policy in ("random", "grid", "downscale", "none"):
+            control = {"vision__policy": policy}
+            assert len(cells(pruned(**control), pruned(**control, **other))) == 1
+    share = {"vision__contextual_share": 0.3}
+    merge = {"vision__merge": "contextual"}
+    assert len(cells(pruned(), pruned(**share))) == 1
+    assert len(cells(pruned(**merge), pruned(**merge, **share))) == 2
+    none = {"vision__policy": "none"}
+    assert len(cells(tree(**none), pruned(**none))) == 1
 
 
 def test_ids_change_with_what_can_change_a_result() -> None:

@@ -17,32 +17,26 @@ from PIL import Image, ImageDraw, ImageFont
 from harness.engine.checkpoint import read_checkpoint
 from harness.engine.control import HttpFailure, call
 from harness.engine.engine import Engine, running
-from harness.engine.plugin.group import POLICIES, VisionRequest, group_hash, image_seed
+from harness.engine.plugin.group import MERGES, POLICIES, VisionRequest, image_seed
 from harness.help import conf_folder
 from harness.pocket.model import ensure
 from harness.settings import EngineSettings, VisionSettings
+from kernels.visionzip.selection import BUDGETS
 
 # -- identity and seeds -----------------------------------------------------------------------------
 
 
-def test_the_plugin_and_the_settings_know_the_same_policies() -> None:
-    _, check = get_args(get_type_hints(VisionSettings, include_extras=True)["policy"])
-    assert check.takes == "one of " + ", ".join(POLICIES)
+@pytest.mark.parametrize(
+    ("name", "known"), [("policy", POLICIES), ("budget", BUDGETS), ("merge", MERGES)]
+)
+def test_the_plugin_and_the_settings_know_the_same_names(name: str, known: tuple[str]) -> None:
+    hint = get_type_hints(VisionSettings, include_extras=True)[name]
+    assert set(get_args(hint)[1].takes.removeprefix("one of ").split(", ")) == set(known)
 
 
-def test_policies_never_share_a_groups_identity() -> None:
-    names = {
-        group_hash(["a"], [], 10, VisionRequest(0.5, 1, layer, policy))
-        for policy in POLICIES
-        for layer in (-1, 0)
-    }
-    assert len(names) == 4
-
-
-@pytest.mark.parametrize("policy", ["Random", "", None, 1])
-def test_an_unknown_policy_is_refused(policy: object) -> None:
-    with pytest.raises(ValueError, match="must be one of visionzip, random"):
-        VisionRequest(policy=policy)  # type: ignore[arg-type]
+def test_the_plugin_and_the_configuration_have_the_same_defaults() -> None:
+    tree = yaml.safe_load((conf_folder() / "vision" / "visionzip.yaml").read_text())
+    assert VisionRequest(**tree) == VisionRequest()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,6 +80,12 @@ def picture(words: str, size: tuple[int, int] = (256, 128)) -> str:
         draw.text((8, 8 + 30 * line), f"{words} {line}", "black", ImageFont.load_default(20))
     buffer = io.BytesIO()
     image.save(buffer, "PNG")
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+
+
+def blank(size: tuple[int, int]) -> str:
+    buffer = io.BytesIO()
+    Image.new("RGB", size, "white").save(buffer, "PNG")
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
@@ -151,12 +151,62 @@ def test_random_choice_keeps_budget_and_floors_over_several_images(engine: Engin
 
 
 @pytest.mark.engine
+def test_every_way_to_spend_a_budget_spends_it_and_is_one_of_its_own(engine: Engine) -> None:
+    pictures = [picture("eta"), blank((128, 256)), picture("iota", (96, 64))]
+    ways: list[dict[str, object]] = [
+        {"policy": "grid"},
+        {"policy": "random"},
+        {"merge": "contextual"},
+        {"merge": "contextual", "contextual_share": 0.5},
+        *({"budget": budget} for budget in ("raw", "per_image", "log_excess")),
+    ]
+    found = []
+    for i, way in enumerate(ways):
+        answer, counts = ask(engine, f"way-{i}", pictures, retain_ratio=0.4, **way)
+        assert [b for b, _ in counts] == [32, 32, 6]
+        assert sum(a for _, a in counts) == 28 and min(a for _, a in counts) >= 1
+        assert not any(near(answer, other) for other in found), way
+        found.append(answer)
+    for way in ({"policy": "grid"}, {"budget": "per_image"}):
+        _, counts = ask(engine, f"even-{next(iter(way))}", pictures, retain_ratio=0.4, **way)
+        assert [a for _, a in counts] == [13, 13, 2]
+
+
+@pytest.mark.engine
+def test_smaller_images_have_their_own_tokens_and_positions(engine: Engine) -> None:
+    """As the same image made smaller by hand."""
+    size = (256, 128)
+    one = picture("kappa", size)
+    smaller, counts = ask(engine, "small", [one], retain_ratio=0.5, policy="downscale")
+    assert counts == ((32, 15),)  # 3 x 5 of 4 x 8
+    data = io.BytesIO(base64.b64decode(one.split(",")[1]))
+    buffer = io.BytesIO()
+    Image.open(data).resize((5 * 32, 3 * 32), Image.Resampling.BICUBIC).save(buffer, "PNG")
+    by_hand = "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
+    want, _ = ask(engine, "by-hand", [by_hand], retain_ratio=1.0)
+    assert near(smaller, want)
+    # Below the least size of the processor, 4 tokens; which else would make it larger again.
+    _, counts = ask(engine, "tiny", [one], retain_ratio=0.04, policy="downscale")
+    assert counts == ((32, 1),)
+
+
+@pytest.mark.engine
+def test_a_blank_image_gets_less_than_a_page(engine: Engine) -> None:
+    pictures = [blank((256, 128)), picture("lambda")]
+    _, counts = ask(engine, "blank", pictures, retain_ratio=0.5)
+    assert counts[0][1] < counts[1][1] / 2
+
+
+@pytest.mark.engine
 def test_with_everything_kept_the_policy_does_not_matter(engine: Engine) -> None:
     one = picture("epsilon")
     kept, counts = ask(engine, "all-z", [one], retain_ratio=1.0, policy="visionzip")
-    drawn, drawn_counts = ask(engine, "all-r", [one], retain_ratio=1.0, policy="random")
-    assert counts == drawn_counts == ((32, 32),)
-    assert near(kept, drawn)
+    for policy in ("random", "grid", "downscale", "none"):
+        drawn, drawn_counts = ask(engine, f"all-{policy}", [one], retain_ratio=1.0, policy=policy)
+        assert counts == drawn_counts == ((32, 32),)
+        assert near(kept, drawn)
+    untouched, counts = ask(engine, "none", [one], retain_ratio=0.2, policy="none")
+    assert counts == ((32, 32),) and near(kept, untouched)
 
 
 @pytest.mark.engine

@@ -64,6 +64,22 @@ def test_vision_policy_is_named_only_where_tokens_go(cell: Cell) -> None:
         assert summarize(changed, (), top_k=8)["vision_policy"] == shown
 
 
+def test_what_each_of_two_sources_keeps(cell: Cell, records: list[RequestRecord]) -> None:
+    w = dataclasses.replace(cell.settings.workload, mix_format="ccbench", mix_images=1)
+    mixed = Cell(cell.id, dataclasses.replace(cell.settings, workload=w))
+    images = (ImageTokens(100, 50), ImageTokens(300, 270), ImageTokens(40, 10))
+    told = [dataclasses.replace(r, images=images) for r in records]
+    row = summarize(mixed, told, top_k=8)
+    assert row["kept_ocrbench"] == pytest.approx((0.5 + 0.9) / 2)
+    assert row["kept_ocrbench_by_token"] == pytest.approx(320 / 400)
+    assert row["kept_ccbench_mixed_in"] == row["kept_ccbench_mixed_in_by_token"] == 0.25
+    assert row["kept_ocrbench_low"] == pytest.approx(row["kept_ocrbench_high"])
+    names = [c.name for c in columns_of([row])]
+    assert set(row) == set(names)
+    untold = summarize(mixed, [dataclasses.replace(r, images=None) for r in records], top_k=8)
+    assert untold["kept_ocrbench"] is untold["kept_ccbench_mixed_in_high"] is None
+
+
 def test_failures_only_make_percentiles_worse(
     cell: Cell, records: list[RequestRecord], row: dict[str, Any], fail: Fail
 ) -> None:

@@ -14,18 +14,27 @@ start. Inside, every row is admitted at the group's first position and carries i
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-LAYOUT_VERSION = 2
+from kernels.visionzip.budget import kept_count
+from kernels.visionzip.contextual import contextual_count
+from kernels.visionzip.selection import BUDGETS
+
+LAYOUT_VERSION = 3
 """Goes into every group's hash: rows cached under another layout are never re-used."""
 
-POLICIES = ("visionzip", "random")
-"""Ways to choose tokens: by the attention that they receive, or at random (the control)."""
+POLICIES = ("none", "visionzip", "random", "grid", "downscale")
+"""Ways to have fewer tokens: none of them, by the attention that tokens receive, or one of the controls:
+at random, at even distances, or by encoding smaller images."""
+
+MERGES = ("none", "contextual")
+"""What becomes of tokens that do not stay: they are dropped, or merged into some of the rows."""
 
 _RANDOM_SEED = 20_240_917
 """Goes into every random choice; another number would be another draw."""
@@ -39,18 +48,31 @@ class VisionRequest:
         policy: how tokens are chosen, one of `POLICIES`.
         retain_ratio: share of a turn's vision tokens to keep, in (0, 1].
         min_tokens_per_image: floor for every image, in tokens.
-        layer: encoder layer that scores the tokens; negative counts from the end. Only "visionzip"
-            reads it.
+        layer: encoder layer that scores the tokens; negative counts from the end. It, `budget`,
+            `merge` and `contextual_share` are read by "visionzip" alone.
+        budget: how a turn's tokens are shared out over its images, one of
+            `kernels.visionzip.selection.BUDGETS`.
+        merge: what becomes of the other tokens, one of `MERGES`.
+        contextual_share: share of the kept rows that others are merged into, in [0, 1).
     """
 
     retain_ratio: float = 1.0
     min_tokens_per_image: int = 1
     layer: int = -1
     policy: str = "visionzip"
+    budget: str = "log_excess"
+    merge: str = "none"
+    contextual_share: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(f"policy={self.policy!r} must be one of {', '.join(POLICIES)}")
+        for name, known in (("policy", POLICIES), ("budget", BUDGETS), ("merge", MERGES)):
+            if getattr(self, name) not in known:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} must be one of {', '.join(known)}"
+                )
+        share = self.contextual_share
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 <= share < 1:
+            raise ValueError(f"contextual_share={share!r} must be a number in [0, 1)")
         for name in ("min_tokens_per_image", "layer"):
             if type(getattr(self, name)) is not int:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be a whole number")
@@ -61,6 +83,31 @@ class VisionRequest:
             raise ValueError(
                 f"min_tokens_per_image={self.min_tokens_per_image} must not be negative"
             )
+
+    @property
+    def prunes(self) -> bool:
+        """Whether any token may go."""
+        return self.policy != "none" and self.retain_ratio < 1
+
+
+@dataclass(frozen=True)
+class Spend:
+    """How a group's budget is spent: what the encoder is told, as plain numbers.
+
+    Attributes:
+        keep: rows of vision tokens.
+        floor: fewest of each image.
+        layer: encoder layer that scores.
+        policy, budget: places in `POLICIES` and `kernels.visionzip.selection.BUDGETS`.
+        contextual: rows of `keep` that others are merged into.
+    """
+
+    keep: int
+    floor: int
+    layer: int
+    policy: int
+    budget: int
+    contextual: int
 
 
 @dataclass(frozen=True)
@@ -113,22 +160,46 @@ def proportional_split(image_tokens: Sequence[int], keep: int) -> list[int]:
     return shares
 
 
+def spend_of(request: VisionRequest, image_tokens: Sequence[int]) -> Spend:
+    """What a request means for a group of images.
+
+    Args:
+        request: the lever as it asks for it.
+        image_tokens: tokens of each image, as it is encoded: after any downscaling.
+    """
+    floor, total = request.min_tokens_per_image, sum(image_tokens)
+    whole = not request.prunes or request.policy == "downscale"
+    keep = total if whole else kept_count(image_tokens, request.retain_ratio, floor)
+    share = request.contextual_share if request.merge == "contextual" else 0.0
+    floors = sum(min(floor, n) for n in image_tokens)
+    zipped = request.policy == "visionzip"
+    return Spend(
+        keep=keep,
+        floor=floor,
+        layer=request.layer,
+        policy=POLICIES.index(request.policy),
+        budget=BUDGETS.index(request.budget),
+        contextual=contextual_count(keep, share, floors, total) if zipped else 0,
+    )
+
+
 def group_hash(
-    image_hashes: Sequence[str], gap_ids: Sequence[Sequence[int]], keep: int, request: VisionRequest
+    image_hashes: Sequence[str],
+    grids: Sequence[Sequence[int]],
+    gap_ids: Sequence[Sequence[int]],
+    spend: Spend,
 ) -> str:
     """Identity of a group's rows: everything that they are a function of.
 
-    The images (their hashes cover pixels and processor settings), the text between them, the budget
-    and how it is spent. 64 hex digits.
+    The images (their hashes cover pixels and processor settings, unless a request named them; then
+    their sizes at least count), the text between them, the budget and how it is spent. 64 hex digits.
     """
     parts = (
         LAYOUT_VERSION,
         tuple(image_hashes),
+        tuple(tuple(map(int, g)) for g in grids),
         tuple(tuple(g) for g in gap_ids),
-        keep,
-        request.min_tokens_per_image,
-        request.layer,
-        request.policy,
+        astuple(spend),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -149,6 +220,32 @@ def image_seed(pixel_values: Tensor, grid: Sequence[int]) -> int:
     digest = hashlib.sha256(repr((_RANDOM_SEED, *map(int, grid))).encode())
     digest.update(pixel_values.detach().cpu().flatten().view(torch.uint8).numpy().data)
     return int.from_bytes(digest.digest()[:8], "big") >> 1
+
+
+def downscaled_grid(height: int, width: int, count: int) -> tuple[int, int]:
+    """The grid of a smaller image, of at most `count` tokens and about the same proportions.
+
+    Of the grids whose proportions are within a quarter of the image's, that with the most tokens,
+    and of these the least distorted; where there is none, the least distorted one.
+
+    Args:
+        height, width: of the image [tokens].
+        count: tokens that it may have, >= 1.
+
+    Returns:
+        Height and width [tokens], neither larger than the image's.
+    """
+    if count >= height * width:
+        return height, width
+
+    def rank(rows: int) -> tuple[float, ...]:
+        columns = min(width, count // rows)
+        distortion = abs(math.log(rows * width / (columns * height)))
+        near = distortion <= math.log(1.25)
+        return (near, rows * columns, -distortion) if near else (near, -distortion, 0)
+
+    rows = max(range(1, min(height, count) + 1), key=rank)
+    return rows, min(width, count // rows)
 
 
 def group_key(identifier: str) -> int:

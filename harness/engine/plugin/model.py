@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -28,8 +29,11 @@ from harness.engine.plugin.processor import (
     GroupQwen3VLProcessor,
 )
 from harness.engine.plugin.telemetry import VISION
+from kernels.visionzip.budget import split_budget
+from kernels.visionzip.contextual import contextual_targets, merge_contextual
 from kernels.visionzip.control import random_scores
-from kernels.visionzip.reference import attention_received, merge_unit_scores, select_tokens
+from kernels.visionzip.reference import attention_received, merge_unit_scores
+from kernels.visionzip.selection import BUDGETS, grid_tokens, select, select_tokens
 
 logger = logging.getLogger("vllm.pruneroute")
 
@@ -72,17 +76,22 @@ class FusedGroups:
         grids = kwargs["image_grid_thw"].tolist()
         gap_ids, gap_lengths = kwargs["gap_ids"].tolist(), kwargs["gap_lengths"].tolist()
         pixel_values: Tensor = kwargs["pixel_values"]
-        seeds = kwargs["image_seeds"].tolist()
+        seeds, full_tokens = kwargs["image_seeds"].tolist(), kwargs["full_tokens"].tolist()
         out = []
-        for images, *spend, key in torch.as_tensor(kwargs["group_spend"]).tolist():
+        for images, *numbers, key in torch.as_tensor(kwargs["group_spend"]).tolist():
             own_grids, grids = grids[:images], grids[images:]
             own_lengths, gap_lengths = gap_lengths[: images - 1], gap_lengths[images - 1 :]
             own_ids, gap_ids = gap_ids[: sum(own_lengths)], gap_ids[sum(own_lengths) :]
             own_seeds, seeds = seeds[:images], seeds[images:]
+            own_tokens, full_tokens = full_tokens[:images], full_tokens[images:]
             patches = sum(t * h * w for t, h, w in own_grids)
             own_pixels, pixel_values = pixel_values[:patches], pixel_values[patches:]
-            features, kept = self._encode_group(own_pixels, own_grids, own_seeds, *spend)
-            out.append(self._place_group(features, kept, own_grids, own_ids, own_lengths, key))
+            spend = layout.Spend(*numbers)
+            features, kept = self._encode_group(own_pixels, own_grids, own_seeds, spend)
+            out.append(self._place_group(features, kept, own_grids, own_ids, own_lengths))
+            counts = [t * h * w for t, h, w in self._merged_grids(own_grids)]
+            after = layout.kept_per_image(kept, counts)
+            VISION.record(key, list(zip(own_tokens, after, strict=True)))
         return tuple(out)
 
     def _encode_group(
@@ -90,24 +99,66 @@ class FusedGroups:
         pixel_values: Tensor,
         grids: Sequence[Sequence[int]],
         seeds: Sequence[int],
-        keep: int,
-        floor: int,
-        layer: int,
-        policy: int,
+        spend: layout.Spend,
     ) -> tuple[Tensor, Tensor]:
         """Features of all tokens of a group, [tokens, width], and which stay, [keep] ascending."""
         visual = self.visual  # type: ignore[attr-defined]
-        counts = [t * h * w for t, h, w in self._merged_grids(grids)]
+        merged = self._merged_grids(grids)
+        counts = [t * h * w for t, h, w in merged]
         grid_tensor = torch.tensor(grids, dtype=torch.int64)
-        if keep == sum(counts):
-            return visual(pixel_values, grid_thw=grid_tensor), torch.arange(keep)
-        if layout.POLICIES[policy] == "random":
-            features = visual(pixel_values, grid_thw=grid_tensor)
-            return features, select_tokens(random_scores(seeds, counts), counts, keep, floor)
-        with _captured_scores(visual.blocks[layer].attn.attn) as captured:
-            features = visual(pixel_values, grid_thw=grid_tensor)
-        scores = merge_unit_scores(captured.pop(), visual.spatial_merge_size**2)
-        return features, select_tokens(scores, counts, keep, floor)
+        policy = layout.POLICIES[spend.policy]
+        if policy == "visionzip" and spend.keep < sum(counts):
+            return self._zipped(pixel_values, grid_tensor, counts, spend)
+        features = visual(pixel_values, grid_thw=grid_tensor)
+        if spend.keep == sum(counts):
+            return features, torch.arange(spend.keep)
+        if policy == "random":
+            scores = random_scores(seeds, counts)
+            return features, select_tokens(scores, counts, spend.keep, spend.floor)
+        if policy != "grid":
+            raise RuntimeError(f"policy {policy} cannot keep {spend.keep} of {sum(counts)} tokens")
+        shares = split_budget(counts, spend.keep, spend.floor, [1.0] * len(counts))
+        starts = itertools.accumulate(counts, initial=0)
+        return features, torch.tensor(
+            [
+                start + token
+                for start, (_, h, w), share in zip(starts, merged, shares, strict=False)
+                for token in grid_tokens(h, w, share)
+            ],
+            dtype=torch.int64,
+        )
+
+    def _zipped(
+        self, pixel_values: Tensor, grid_thw: Tensor, counts: Sequence[int], spend: layout.Spend
+    ) -> tuple[Tensor, Tensor]:
+        """As `_encode_group`, by attention; rows that others are merged into are in their place."""
+        visual = self.visual  # type: ignore[attr-defined]
+        unit = visual.spatial_merge_size**2
+        attention = visual.blocks[spend.layer].attn.attn
+        with _captured(attention, keys=spend.contextual > 0) as captured:
+            features = visual(pixel_values, grid_thw=grid_thw)
+        received, keys = captured.pop()
+        dominant = select(
+            merge_unit_scores(received, unit),
+            counts,
+            spend.keep - spend.contextual,
+            spend.floor,
+            BUDGETS[spend.budget],
+        )
+        if keys is None:
+            return features, dominant
+        targets = contextual_targets(dominant, sum(counts), spend.contextual)
+        # DeepStack's columns, behind the embedding's own, go with their token as they are.
+        width = features.shape[1] // (1 + self._deepstack_levels())
+        keys = keys.view(len(features), unit, -1).mean(1)
+        features[targets, :width] = merge_contextual(
+            features[:, :width], keys, counts, dominant, targets
+        )
+        return features, torch.cat([dominant, targets]).sort().values
+
+    def _deepstack_levels(self) -> int:
+        config = self.config.vision_config  # type: ignore[attr-defined]
+        return len(getattr(config, "deepstack_visual_indexes", None) or ())
 
     def _merged_grids(self, grids: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
         """(t, h, w) of each image in merged tokens, from patches."""
@@ -121,7 +172,6 @@ class FusedGroups:
         grids: Sequence[Sequence[int]],
         gap_ids: Sequence[int],
         gap_lengths: Sequence[int],
-        key: int,
     ) -> Tensor:
         """Rows of a group: kept tokens and text in prompt order, offsets behind them."""
         merged = self._merged_grids(grids)
@@ -142,7 +192,6 @@ class FusedGroups:
             ids = torch.tensor(gap_ids, device=features.device)
             text = self.language_model.embed_input_ids(ids)  # type: ignore[attr-defined]
             rows[text_at, : text.shape[1]] = text.to(rows.dtype)
-        VISION.record(key, list(zip(counts, layout.kept_per_image(kept, counts), strict=True)))
         return layout.append_offsets(rows, offsets)
 
     # -- language model --------------------------------------------------------------------------
@@ -211,30 +260,34 @@ class FusedGroups:
 
 
 @contextlib.contextmanager
-def _captured_scores(attention: nn.Module) -> Iterator[list[Tensor]]:
+def _captured(attention: nn.Module, *, keys: bool) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
     """While open, the next call of `attention` leaves its tokens' scores, [patches] float32.
+
+    Where `keys` is set, also their keys, mean over heads, [patches, head_dim] float32.
 
     `attention` is vLLM's encoder attention: query and key arrive after rotary embedding, each
     [1, patches, heads of this rank, head_dim]. Ranks sum their heads, so that all select alike.
     """
-    scores: list[Tensor] = []
+    found: list[tuple[Tensor, Tensor | None]] = []
 
     def capture(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key = kwargs["query"], kwargs["key"]
         received = attention_received(
             query.flatten(0, 1), key.flatten(0, 1), kwargs["cu_seqlens"], module.scale
         )
+        own = key.flatten(0, 1).float().mean(1) if keys else None
         ranks = get_tensor_model_parallel_world_size()
         if ranks > 1:
             received = tensor_model_parallel_all_reduce(received) / ranks
-        scores.append(received)
+            own = None if own is None else tensor_model_parallel_all_reduce(own) / ranks
+        found.append((received, own))
 
     handle = attention.register_forward_pre_hook(capture, with_kwargs=True)
     try:
-        yield scores
+        yield found
     finally:
         handle.remove()
-    if not scores:
+    if not found:
         raise RuntimeError("the scored layer of the vision encoder never ran its attention")
 
 

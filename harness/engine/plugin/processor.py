@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from PIL import Image
 from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor, Qwen3VLProcessingInfo
 from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeProcessingInfo
 from vllm.multimodal.inputs import (
@@ -22,6 +23,7 @@ from vllm.multimodal.inputs import (
     MultiModalKwargsItems,
     PlaceholderRange,
 )
+from vllm.multimodal.parse import ImageProcessorItems
 
 from harness.engine.plugin import group as layout
 from kernels.visionzip.budget import kept_count
@@ -67,12 +69,48 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
         asked = {k: processor_kwargs.pop(k) for k in _REQUEST_KEYS & processor_kwargs.keys()}
         request = layout.VisionRequest(**asked)
         self._check(inputs, request)
-        plain = super().apply(
-            dataclasses.replace(inputs, hf_processor_mm_kwargs=processor_kwargs), *args, **kwargs
-        )
+        inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=processor_kwargs)
+        full_tokens = None
+        if request.policy == "downscale" and request.prunes and "image" in inputs.mm_data_items:
+            inputs, full_tokens = self._downscaled(inputs, request)
+        plain = super().apply(inputs, *args, **kwargs)
         if plain["mm_placeholders"].get("image"):
-            self._fuse(plain, request)
+            self._fuse(plain, request, full_tokens)
         return plain
+
+    def _downscaled(self, inputs: Any, request: layout.VisionRequest) -> tuple[Any, list[int]]:
+        """Inputs with smaller images, and the tokens that each image would have had as it was."""
+        config = self.info.get_hf_config().vision_config
+        side = config.patch_size * config.spatial_merge_size
+        processor = self.info.get_image_processor(**inputs.hf_processor_mm_kwargs)
+        smaller, tokens = [], []
+        for image in inputs.mm_data_items["image"].get_all():
+            if not isinstance(image, Image.Image):
+                raise ValueError(
+                    f"policy=downscale takes images as files, not as {type(image).__name__}"
+                )
+            size, count = self.info._get_vision_info(
+                image_width=image.width,
+                image_height=image.height,
+                num_frames=1,
+                image_processor=processor,
+                mm_kwargs=inputs.hf_processor_mm_kwargs,
+            )
+            tokens.append(count)
+            due = kept_count([count], request.retain_ratio, request.min_tokens_per_image)
+            rows, columns = layout.downscaled_grid(size.height // side, size.width // side, due)
+            smaller.append(
+                image.convert("RGB").resize((columns * side, rows * side), Image.Resampling.BICUBIC)
+            )
+        # The processor would scale an image below its least size up again.
+        size = {"shortest_edge": side * side, "longest_edge": processor.size["longest_edge"]}
+        return dataclasses.replace(
+            inputs,
+            mm_data_items=type(inputs.mm_data_items)(
+                {**inputs.mm_data_items, "image": ImageProcessorItems(smaller)}
+            ),
+            hf_processor_mm_kwargs={**inputs.hf_processor_mm_kwargs, "size": size},
+        ), tokens
 
     def _cached_apply_hf_processor(self, inputs: Any, timing_ctx: Any) -> Any:
         """Never from the cache: it hands out no tensors on a hit, and a group needs them all."""
@@ -91,8 +129,16 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
                 f"(or -{depth} to -1)"
             )
 
-    def _fuse(self, plain: Any, request: layout.VisionRequest) -> None:
-        """Replace the image items of a processed prompt by groups, in place."""
+    def _fuse(
+        self, plain: Any, request: layout.VisionRequest, full_tokens: list[int] | None
+    ) -> None:
+        """Replace the image items of a processed prompt by groups, in place.
+
+        Args:
+            plain: the processed prompt.
+            request: the vision lever.
+            full_tokens: of each image before it was made smaller; None where none was.
+        """
         config = self.info.get_hf_config()
         merge = config.vision_config.spatial_merge_size
         turn_end = self.info.get_tokenizer().convert_tokens_to_ids(_TURN_END)
@@ -112,14 +158,15 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
             gaps = [ids[spans[a].end : spans[b].offset] for a, b in itertools.pairwise(members)]
             grids = torch.stack([items[i]["image_grid_thw"].data for i in members])
             counts = [spans[i].length for i in members]
-            keep = kept_count(counts, request.retain_ratio, request.min_tokens_per_image)
-            identifier = layout.group_hash([hashes[i] for i in members], gaps, keep, request)
+            spend = layout.spend_of(request, counts)
+            own_hashes = [hashes[i] for i in members]
+            identifier = layout.group_hash(own_hashes, grids.tolist(), gaps, spend)
 
             fused_ids += ids[done : first.offset]
             offset = len(fused_ids)
             placeholder = ids[first.offset]
             for share, gap in zip(
-                layout.proportional_split(counts, keep), [*gaps, []], strict=True
+                layout.proportional_split(counts, spend.keep), [*gaps, []], strict=True
             ):
                 fused_ids += [placeholder] * share + gap
             done = last.end
@@ -131,7 +178,7 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
             fused_hashes.append(identifier)
             pixels = [items[i]["pixel_values"].data for i in members]
             seeds = [0] * len(members)
-            if request.policy == "random" and keep < sum(counts):
+            if request.policy == "random" and spend.keep < sum(counts):
                 seeds = [
                     layout.image_seed(p, g) for p, g in zip(pixels, grids.tolist(), strict=True)
                 ]
@@ -142,12 +189,10 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
                     gap_ids=[t for g in gaps for t in g],
                     gap_lengths=[len(g) for g in gaps],
                     seeds=seeds,
-                    spend=[
-                        keep,
-                        request.min_tokens_per_image,
-                        request.layer,
-                        layout.POLICIES.index(request.policy),
-                    ],
+                    full_tokens=counts
+                    if full_tokens is None
+                    else [full_tokens[i] for i in members],
+                    spend=spend,
                     key=layout.group_key(identifier),
                 )
             )
@@ -179,15 +224,16 @@ def _group_item(
     gap_ids: list[int],
     gap_lengths: list[int],
     seeds: list[int],
-    spend: list[int],
+    full_tokens: list[int],
+    spend: layout.Spend,
     key: int,
 ) -> MultiModalKwargsItem:
     """One group as vLLM's item: what `harness.engine.plugin.model` reads back.
 
     Fields (concatenated over the groups of an encoder call unless said otherwise): `pixel_values`
     [patches, width]; `image_grid_thw` [images, 3], in patches; `gap_ids` [tokens]; `gap_lengths`
-    [images - 1]; `image_seeds` [images], of random choices; `group_spend` [groups, 6] of images,
-    keep, floor, layer, policy (its place in `POLICIES`), key.
+    [images - 1]; `image_seeds` [images], of random choices; `full_tokens` [images], before any
+    lever; `group_spend` [groups, 8] of images, the fields of `Spend`, key.
     """
 
     def flat(data: torch.Tensor, *, keep_on_cpu: bool) -> MultiModalFieldElem:
@@ -203,9 +249,10 @@ def _group_item(
             "gap_ids": flat(torch.tensor(gap_ids, dtype=torch.int64), keep_on_cpu=True),
             "gap_lengths": flat(torch.tensor(gap_lengths, dtype=torch.int64), keep_on_cpu=True),
             "image_seeds": flat(torch.tensor(seeds, dtype=torch.int64), keep_on_cpu=True),
+            "full_tokens": flat(torch.tensor(full_tokens, dtype=torch.int64), keep_on_cpu=True),
             "group_spend": _element(
                 "image",
-                torch.tensor([len(grids), *spend, key], dtype=torch.int64),
+                torch.tensor([len(grids), *dataclasses.astuple(spend), key], dtype=torch.int64),
                 MultiModalBatchedField(keep_on_cpu=True),
             ),
         }

@@ -18,7 +18,7 @@ from harness.engine.plugin.telemetry import VISION
 routing.install()
 steps.install()
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Raised whenever a method, or a setting that travels with a request, changes its meaning."""
 
 

@@ -100,7 +100,7 @@ def measured(
         summary: of `harness.results.summary.summarize`, of the same records.
     """
     scores = scores_of(task, records, samples)
-    pruned, routing = settings.vision.retain_ratio < 1, settings.routing
+    pruned, routing = settings.vision.prunes, settings.routing
     row: dict[str, Any] = {
         "part": arm.part,
         "arm": arm.name,
