@@ -162,11 +162,15 @@ class VisionAttention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Shapes: x [N, P, d]; cos, sin [P, d / heads]; returned [N, P, d]."""
-        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind(0)
-        q, k = _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype)
+        q, k, v = self.heads_of(x, cos, sin)
         attended = functional.scaled_dot_product_attention(q, k, v)
         return self.proj(attended.transpose(1, 2).flatten(2))
+
+    def heads_of(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys, turned, and values: [N, heads, P, d / heads] each."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0)
+        return _rotate(q, cos, sin).to(v.dtype), _rotate(k, cos, sin).to(v.dtype), v
 
 
 class VisionMlp(nn.Module):

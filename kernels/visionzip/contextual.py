@@ -15,17 +15,17 @@ from torch import Tensor
 
 
 def contextual_count(keep: int, share: float, floors: int, total: int) -> int:
-    """How many of `keep` rows are contextual.
+    """How many of `keep` rows are contextual: one at least, if there is room for it.
 
     Args:
         keep: rows of a group in all.
-        share: of them, in [0, 1).
+        share: of them, in [0, 1); 0 for none.
         floors: rows that must be tokens of their own, for the images' floors.
         total: tokens of the group.
     """
-    if keep == total:
+    if keep == total or share == 0:
         return 0
-    return max(0, min(int(share * keep), keep - max(floors, 1)))
+    return max(0, min(max(int(share * keep), 1), keep - max(floors, 1)))
 
 
 def contextual_targets(dominant: Tensor, total: int, count: int) -> Tensor:

@@ -302,5 +302,6 @@ def test_tokens_of_an_image_without_a_target_go_nowhere() -> None:
 def test_how_many_rows_are_contextual() -> None:
     assert contextual_count(100, 0.1, 3, 200) == 10
     assert contextual_count(200, 0.1, 3, 200) == 0
-    assert contextual_count(4, 0.9, 3, 200) == 1
+    assert contextual_count(100, 0.0, 3, 200) == 0
+    assert contextual_count(4, 0.1, 3, 200) == contextual_count(4, 0.9, 3, 200) == 1
     assert contextual_count(1, 0.9, 0, 200) == 0
