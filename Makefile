@@ -9,11 +9,11 @@ SETUP := "$(PYTHON)" -I harness/bootstrap.py
 RUN := .venv/bin/python -m
 
 .DEFAULT_GOAL := help
-.PHONY: help sweep report doctor test lint clean distclean
+.PHONY: help sweep report doctor test gpu-check lint clean distclean
 
 help: ## this list
 	@echo "Targets:"
-	@sed -n 's/^\([a-z]*\):.*## /  \1  /p' Makefile | \
+	@sed -n 's/^\([a-z-]*\):.*## /  \1  /p' Makefile | \
 		while read -r name text; do printf '  %-10s %s\n' "$$name" "$$text"; done
 	@echo "Variables:"
 	@echo "  ARGS       passed on, e.g. make sweep ARGS=\"load.qps=1,2\" or make test ARGS=\"-k sere\""
@@ -35,6 +35,11 @@ doctor: ## what this machine has, what is missing, how to get it
 test: ## set up and run every test
 	@$(SETUP) --extra engine --extra clip --extra dev
 	$(RUN) pytest $(ARGS)
+
+gpu-check: ## set up and run the tests that need an NVIDIA GPU
+	@command -v nvidia-smi >/dev/null || { echo "gpu-check: no NVIDIA GPU here" >&2; exit 1; }
+	@$(SETUP) --extra gpu --extra dev
+	$(RUN) pytest -m gpu $(ARGS)
 
 lint: ## set up and check style and types
 	@$(SETUP) --extra engine --extra clip --extra dev

@@ -32,7 +32,7 @@ def _make(*arguments: str, cwd: Path = ROOT) -> str:
 def test_without_a_target_every_target_is_listed():
     output = _make()
     assert output == _make("help")
-    for target in ("sweep", "report", "doctor", "test", "lint", "clean", "distclean"):
+    for target in ("sweep", "report", "doctor", "test", "gpu-check", "lint", "clean", "distclean"):
         assert f"\n  {target} " in output
 
 
@@ -49,6 +49,18 @@ def test_sweep(arguments, expected):
     output = _make("-n", "sweep", *arguments)
     for text in expected:
         assert text in output
+
+
+def test_the_gpu_check_runs_only_what_needs_one():
+    assert "pytest -m gpu -k tensor" in _make("-n", "gpu-check", "ARGS=-k tensor")
+
+
+@pytest.mark.skipif(shutil.which("nvidia-smi") is not None, reason="there is a GPU")
+def test_without_a_gpu_its_check_says_so_and_fails():
+    done = subprocess.run(
+        ["make", "gpu-check"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0 and "no NVIDIA GPU here" in done.stderr
 
 
 def test_a_remote_engine_installs_none():
