@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from harness.pocket import train
+from harness.pocket.evaluation import routing
 from harness.pocket.network import steepness_loss
 from harness.pocket.optimizer import Muon, is_hidden_matrix, orthogonal
+from harness.pocket.world.batch import draw
+from harness.pocket.world.draw import HELD_OUT
 
 SMALL = train.Options(steps=100, ocr=8, cc=8, rag=8, rag_from=0.05, lr=1e-3)
 
@@ -165,3 +169,18 @@ def test_hidden_tokens_are_as_good_as_gone() -> None:
             torch.testing.assert_close(out[i, :n], alone.hidden[0, :n], atol=1e-4, rtol=1e-3)
             assert int(seen.valid[i].sum()) == n
             assert torch.equal(seen.tokens[i][seen.answer[i]], batch.tokens[i][batch.answer[i]])
+
+
+def test_decoding_owes_nothing_to_what_is_not_changed() -> None:
+    """The probe of routing: with the experts as they are, answers are those of the network."""
+    trainer = train.Trainer(SMALL, torch.device("cpu"), 0, 1)
+    batch = draw(trainer.codec, trainer.draws, random.Random(0), "ocr", 16, HELD_OUT)
+    network = trainer.network
+    before = routing.right(network, batch, None)
+    with routing.decoding_with(network, routing.no_experts, batch.answer.flatten()):
+        block = network.model.language_model.layers[0].mlp
+        y, _ = block(torch.randn(*batch.tokens.shape, 192))
+        changed = y.abs().sum(-1) > 0
+    assert torch.equal(changed, ~batch.answer)
+    assert torch.equal(routing.right(network, batch, None), before)
+    assert routing.own_share(network, 0, 8) == pytest.approx([0.3 * (0.75**0.5)] * 4, rel=0.1)
