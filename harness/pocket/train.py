@@ -78,6 +78,9 @@ class Options:
         pull: how far an expert moves towards its family's mean in a step at the full learning rate.
             The share of its weights' norm that stays its own settles near sqrt(4e-5 / 2 pull) at a
             learning rate of 3e-3.
+        scatter: factor on what is an expert's own, beyond its family's mean, in weights that training
+            starts from; 1 leaves them. Experts that have grown too alike for routing to matter come
+            apart again, at once and not by thousands of steps.
         average: decay of the moving average of weights that is exported.
         seed: of everything.
     """
@@ -96,6 +99,7 @@ class Options:
     families: int = 8
     noise: float = 0.3
     pull: float = 0.0
+    scatter: float = 1.0
     average: float = 0.998
     seed: int = 0
 
@@ -226,7 +230,8 @@ class Trainer:
         nn.utils.clip_grad_norm_(self.aux.parameters(), 1.0, foreach=True)
         for optimizer in self.optimizers:
             optimizer.step()
-        self._pull_families()
+        if self.o.pull:
+            self._pull_families()
         keep = min(self.o.average, (self.step + 1) / (self.step + 10))
         torch._foreach_lerp_(list(self.average.values()), self.live, 1 - keep)
         self.step += 1
@@ -240,9 +245,12 @@ class Trainer:
         steps from so few families make experts that have nothing in common.
         """
         for parameter, family in self.families:
-            total = torch.zeros_like(parameter[: self.o.families]).index_add_(0, family, parameter)
-            mean = total * (self.o.families / len(parameter))
-            parameter.lerp_(mean[family], self.o.pull * self.rate())
+            parameter.lerp_(self._family_mean(parameter, family), self.o.pull * self.rate())
+
+    def _family_mean(self, parameter: Tensor, family: Tensor) -> Tensor:
+        """Of each expert's family: [experts, …], as `parameter`."""
+        total = torch.zeros_like(parameter[: self.o.families]).index_add_(0, family, parameter)
+        return (total * (self.o.families / len(parameter)))[family]
 
     def exact(self, rounds: int, items: int, split: str = HELD_OUT) -> dict[str, float]:
         """Share of answers that the averaged model says without a mistake, by kind.
@@ -295,6 +303,10 @@ class Trainer:
         with torch.no_grad():
             for k, v in self.network.state_dict().items():
                 v[: len(weights[k])].copy_(weights[k])
+            for parameter, family in self.families:
+                mean = self._family_mean(parameter, family)
+                parameter.copy_(mean + self.o.scatter * (parameter - mean))
+            for k, v in self.network.state_dict().items():
                 self.average[k].copy_(v)
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -126,6 +126,24 @@ def test_families_stay_alike() -> None:
     assert all(torch.allclose(p[family == f].mean(0), means[f], atol=1e-5) for f in range(8))
 
 
+def test_scattered_experts_keep_their_familys_mean() -> None:
+    weights = train.Trainer(SMALL, torch.device("cpu"), 0, 1).network.state_dict()
+    weights = {k: v.clone() for k, v in weights.items()}
+    found = []
+    for scatter in (1.0, 3.0):
+        options = dataclasses.replace(SMALL, scatter=scatter, seed=0)
+        trainer = train.Trainer(options, torch.device("cpu"), 0, 1)
+        trainer.start_from(weights)
+        gate = "model.language_model.layers.0.mlp.gate.weight"
+        assert torch.equal(trainer.average[gate], weights[gate])
+        found.append(trainer)
+    (a, family), (b, _) = (t.families[0] for t in found)
+    for f in range(8):
+        own = a[family == f] - a[family == f].mean(0)
+        torch.testing.assert_close(b[family == f] - b[family == f].mean(0), 3 * own)
+        torch.testing.assert_close(b[family == f].mean(0), a[family == f].mean(0))
+
+
 def test_the_command_saves_what_it_can_go_on_from(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "harness.pocket.train", str(tmp_path), "--minutes", "0", "--no-compile",
