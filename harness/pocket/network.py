@@ -20,9 +20,7 @@ bfloat16; the residual stream, norms, rotations, routers and softmaxes stay in f
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import math
 from typing import NamedTuple
 
 import torch
@@ -35,15 +33,6 @@ from harness.pocket.special import token_id
 
 NORM_EPS = 1e-6
 VISION_ROPE_THETA = 10_000.0
-
-GAINS: dict[str, float] = {
-    "projection_out": 0.3,
-    "router": 0.5,
-    "embedding": 0.3,
-    "vision_positions": 0.1,
-}
-"""What `init` departs from plain fan-in by: multiples of it for the first two (the last matrix of
-every branch; the router), standard deviations for the others."""
 
 
 class Vision(NamedTuple):
@@ -517,7 +506,7 @@ class _Towers(nn.Module):
 
 
 class Network(nn.Module):
-    """The whole model. `init` draws its weights; until then some are not set at all.
+    """The whole model. Until `harness.pocket.initial.init` draws them, some weights are not set.
 
     Attributes:
         lm_head: [..., hidden] to [..., vocabulary]; the caller applies it to the rows that matter.
@@ -587,7 +576,7 @@ def compile_blocks(
         block.compile(backend=backend, dynamic=dynamic, fullgraph=True)
 
 
-# ---------------------------------------------------------------------------- positions and loss
+# --------------------------------------------------------------------------------------- positions
 
 
 def positions_of(tokens: Tensor, image_pad_id: int, grid: tuple[int, int]) -> Tensor:
@@ -611,126 +600,3 @@ def positions_of(tokens: Tensor, image_pad_id: int, grid: tuple[int, int]) -> Te
     steps = torch.where(last, max(grid), 1 - pads)
     base = steps.cumsum(-1) - steps
     return torch.stack((base, base + within // columns, base + within % columns))
-
-
-def balance_loss(router_logits: Tensor, valid: Tensor, top_k: int) -> Tensor:
-    """Load balancing loss of Switch Transformers (arXiv 2101.03961, equations 4 to 6), top-k form.
-
-    For each layer E * sum over experts of (share of the rows' k choices that fell on it) * (mean
-    probability it was given), averaged over layers: 1 where choices are spread evenly, up to E / k
-    where all rows choose alike. Transformers' `load_balancing_loss_func` is k times as large, and
-    counts the choices of all layers together, so that layers could make up for each other there.
-
-    Args:
-        router_logits: float32 [layers, B, L, experts].
-        valid: bool [B, L], the rows that count; at least one.
-        top_k: experts that a row keeps.
-
-    Returns:
-        float32 scalar, differentiable through the probabilities.
-    """
-    experts = router_logits.shape[-1]
-    probabilities = router_logits.float().softmax(-1)
-    which = router_logits.detach().topk(top_k, dim=-1, sorted=False).indices
-    chosen = torch.zeros_like(probabilities).scatter(-1, which, 1.0)
-    row = valid.float()
-    row = (row / row.sum().clamp(min=1)).unsqueeze(-1)
-    share = (chosen * row).sum((1, 2)) / top_k
-    mean = (probabilities * row).sum((1, 2))
-    return experts * (share * mean).sum(-1).mean()
-
-
-def steepness_loss(router_logits: Tensor, valid: Tensor, top_k: int) -> Tensor:
-    """How far the top-k experts' weights are from equal: ln k minus their entropy, mean over rows.
-
-    0 when every chosen expert counts the same, ln k when one has all the weight. Minimised beside
-    the task, it makes a model in which the secondary experts matter, as they do in large ones.
-
-    Args:
-        router_logits: float32 [layers, B, L, experts].
-        valid: bool [B, L]; other rows do not count.
-        top_k: experts that a row uses.
-
-    Returns:
-        float32 scalar >= 0.
-    """
-    weights = router_logits.softmax(-1).topk(top_k, dim=-1, sorted=False).values
-    weights = weights / weights.sum(-1, keepdim=True)
-    steep = math.log(top_k) + (weights * weights.clamp(min=1e-9).log()).sum(-1).mean(0)
-    share = valid.to(steep.dtype)
-    return (steep * share).sum() / share.sum()
-
-
-# ----------------------------------------------------------------------------------------- init
-
-
-@torch.no_grad()
-def init(network: Network, seed: int, *, families: int | None = None, noise: float = 0.3) -> None:
-    """Draw all weights, scaled by fan-in: a branch then moves the residual stream from the start.
-
-    Experts may start in families, the members of which share a base: weights as of sparse upcycling
-    (arXiv 2212.05055), where all experts start from one dense MLP, but several of them, and with
-    noise, without which members would stay equal but for what their routers send them. A layer's
-    members are scattered over its experts.
-
-    Every tensor has its own random stream, keyed by seed and name, the same on every device.
-
-    Args:
-        network: changed in place.
-        seed: of the draw.
-        families: of each layer; None draws experts independently.
-        noise: share of a member's standard deviation that is its own, 0 to 1.
-
-    Raises:
-        ValueError: noise is out of range, or there are more families than experts, or none.
-    """
-    experts = network.recipe.experts
-    if not 0 <= noise <= 1:
-        raise ValueError(f"noise must be from 0 to 1, not {noise}")
-    if families is not None and not 1 <= families <= experts:
-        raise ValueError(f"families must be from 1 to {experts}, not {families}")
-    for name, parameter in network.named_parameters():
-        std = _std(name, parameter)
-        if std is None:
-            parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
-            continue
-        shape = tuple(parameter.shape)
-        drawn = _normal(seed, name, shape)
-        if families is not None and ".experts." in name:
-            family = families_of(seed, name, experts, families)
-            base = _normal(seed, f"{name}.base", (families, *shape[1:]))[family]
-            drawn = math.sqrt(1 - noise**2) * base + noise * drawn
-        parameter.copy_(std * drawn)
-
-
-def families_of(seed: int, name: str, experts: int, families: int) -> Tensor:
-    """The family of each expert, int64 [experts], of the layer whose parameter is called `name`."""
-    layer = name.rpartition(".")[0]
-    return torch.randperm(experts, generator=_stream(seed, f"{layer}.families")) % families
-
-
-def _std(name: str, parameter: nn.Parameter) -> float | None:
-    """Standard deviation that a tensor is drawn with; None for norms and biases."""
-    if parameter.dim() == 1:
-        return None
-    if name.endswith("embed_tokens.weight"):
-        return GAINS["embedding"]
-    if name.endswith("pos_embed.weight"):
-        return GAINS["vision_positions"]
-    fused = ".experts." in name  # [experts, in, out]; the others are [out, in, …]
-    fan_in = parameter.shape[1] if fused else parameter[0].numel()
-    gain = 1.0
-    if name.endswith(("o_proj.weight", "attn.proj.weight", "linear_fc2.weight", "down_proj")):
-        gain = GAINS["projection_out"]
-    elif name.endswith("mlp.gate.weight"):
-        gain = GAINS["router"]
-    return gain / math.sqrt(fan_in)
-
-
-def _stream(seed: int, name: str) -> torch.Generator:
-    digest = hashlib.sha256(f"pruneroute pocket/{seed}/{name}".encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def _normal(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=_stream(seed, name))

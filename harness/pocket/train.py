@@ -32,16 +32,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness.pocket import sheets as sheets_of
-from harness.pocket.network import (
-    Network,
-    Vision,
-    balance_loss,
-    compile_blocks,
-    families_of,
-    init,
-    positions_of,
-    steepness_loss,
-)
+from harness.pocket.initial import families_of, init
+from harness.pocket.losses import balance_loss, steepness_loss
+from harness.pocket.network import Network, Vision, compile_blocks, positions_of
 from harness.pocket.optimizer import Muon, is_hidden_matrix
 from harness.pocket.recipe import Recipe
 from harness.pocket.special import token_id

@@ -18,8 +18,9 @@ from harness.calibration import MEASURES, PROTECTION_FILE, similarity_file
 from harness.calibration.fingerprint import model_fingerprint
 from harness.calibration.similarity import load_protection, load_similarity
 from harness.pocket import cache, model, protect
+from harness.pocket.initial import init
 from harness.pocket.model import FOLDER, ModelMissing, build, ensure
-from harness.pocket.network import Network, init
+from harness.pocket.network import Network
 from harness.pocket.recipe import Recipe, model_config
 
 R = Recipe()

@@ -12,12 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, Qwen3VLMoeForConditionalGeneration
 
+from harness.pocket.initial import init
+from harness.pocket.losses import balance_loss
 from harness.pocket.network import (
     Network,
-    balance_loss,
     compile_blocks,
     expert_weights,
-    init,
     positions_of,
     to_raster,
     to_units,

@@ -15,7 +15,7 @@ from torch import nn
 
 from harness.pocket import train
 from harness.pocket.evaluation import routing
-from harness.pocket.network import steepness_loss
+from harness.pocket.losses import steepness_loss
 from harness.pocket.optimizer import Muon, is_hidden_matrix, orthogonal
 from harness.pocket.world.batch import draw
 from harness.pocket.world.draw import HELD_OUT

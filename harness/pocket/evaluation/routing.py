@@ -19,13 +19,8 @@ import torch
 from torch import Tensor
 
 from harness.pocket import sheets
-from harness.pocket.network import (
-    MixtureOfExperts,
-    Network,
-    expert_weights,
-    families_of,
-    positions_of,
-)
+from harness.pocket.initial import families_of
+from harness.pocket.network import MixtureOfExperts, Network, expert_weights, positions_of
 from harness.pocket.recipe import Recipe
 from harness.pocket.special import token_id
 from harness.pocket.world.batch import TASKS, Minibatch, draw
