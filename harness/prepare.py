@@ -162,6 +162,11 @@ def _unfit(s: Settings, checkpoint: Checkpoint | None, workload: Workload) -> li
         findings.append(
             f"vision.layer={layer}: the vision encoder has {depth} layers; takes -{depth} to {depth - 1}"
         )
+    elif s.vision.prunes and s.vision.policy == "visionzip" and not checkpoint.scores_in(layer):
+        findings.append(
+            f"vision.layer={layer}: that layer of the vision encoder attends within windows; takes "
+            f"one of {', '.join(map(str, checkpoint.whole_image_layers or ()))}"
+        )
     k = s.routing.primary_experts
     if k is not None and s.routing.policy != "off":
         if checkpoint.top_k is None:

@@ -24,6 +24,8 @@ class Checkpoint:
         moe_layers: layers that have experts; 0 likewise.
         has_vision: whether it takes images.
         vision_layers: layers of its vision encoder, where the configuration says so.
+        whole_image_layers: those of them that attend to whole images, not within windows; `None` where
+            the configuration names none, and all do.
     """
 
     path: Path
@@ -33,6 +35,13 @@ class Checkpoint:
     moe_layers: int
     has_vision: bool
     vision_layers: int | None
+    whole_image_layers: tuple[int, ...] | None = None
+
+    def scores_in(self, layer: int) -> bool:
+        """Whether vision tokens can be scored in `layer`; negative counts from the end."""
+        if self.whole_image_layers is None or self.vision_layers is None:
+            return True
+        return layer % self.vision_layers in self.whole_image_layers
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -70,6 +79,7 @@ def _read_fields(folder: Path, config: dict[str, Any]) -> Checkpoint:
     text = config.get("text_config", config)
     experts = text.get("num_experts") or text.get("n_routed_experts")
     vision = config.get("vision_config")
+    whole = vision.get("fullatt_block_indexes") if vision is not None else None
     return Checkpoint(
         path=folder,
         architecture=str(config["architectures"][0]),
@@ -78,6 +88,7 @@ def _read_fields(folder: Path, config: dict[str, Any]) -> Checkpoint:
         moe_layers=_moe_layers(text) if experts else 0,
         has_vision=vision is not None,
         vision_layers=vision.get("depth") if vision is not None else None,
+        whole_image_layers=None if whole is None else tuple(int(layer) for layer in whole),
     )
 
 

@@ -38,7 +38,7 @@ def engine_settings(**changes: object) -> EngineSettings:
     """`conf/engine/cpu.yaml` with changes, in fp32 so that greedy answers compare exactly."""
     tree = yaml.safe_load((conf_folder() / "engine" / "cpu.yaml").read_text())
     tree["extra_args"] = tuple(tree["extra_args"])
-    return dataclasses.replace(EngineSettings(**tree), dtype="float32", **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(EngineSettings(**tree), **{"dtype": "float32", **changes})  # type: ignore[arg-type]
 
 
 ServerWith = Callable[..., contextlib.AbstractContextManager[RunningServer]]
@@ -46,12 +46,15 @@ ServerWith = Callable[..., contextlib.AbstractContextManager[RunningServer]]
 
 @pytest.fixture(scope="session")
 def server_with(tmp_path_factory: pytest.TempPathFactory) -> ServerWith:
-    """Start a server for a `with` block: `server_with(plugin=True, max_num_batched_tokens=64)`."""
+    """Start a server for a `with` block: `server_with(plugin=True, max_num_batched_tokens=64)`.
+
+    `model_path` names another checkpoint than the bundled one.
+    """
 
     @contextlib.contextmanager
-    def start(**changes: object) -> Iterator[RunningServer]:
+    def start(model_path: Path | None = None, **changes: object) -> Iterator[RunningServer]:
         settings = engine_settings(**changes)
-        model, port = read_checkpoint(ensure()), free_port()
+        model, port = read_checkpoint(model_path or ensure()), free_port()
         log = tmp_path_factory.mktemp("engine") / "engine.log"
         server = Server(
             serve_command(settings, model, port, trust_flag=wants_trust_flag()),

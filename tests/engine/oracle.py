@@ -2,7 +2,8 @@
 
 The whole images go through the vision encoder; the attention that every patch receives in one of
 its layers is summed by hand; the rows that a turn's budget does not cover are cut out of the
-prompt, as they are out of the DeepStack features; what is left keeps the uncut prompt's positions.
+prompt, as they are out of the DeepStack features if the model has them; what is left keeps the uncut
+prompt's positions.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from PIL import Image
 from torch import Tensor, nn
-from transformers import AutoProcessor, DynamicCache, Qwen3VLMoeForConditionalGeneration
+from transformers import AutoModelForImageTextToText, AutoProcessor, DynamicCache
 from transformers.models.qwen3_vl_moe.modeling_qwen3_vl_moe import apply_rotary_pos_emb_vision
 
 
@@ -32,8 +33,9 @@ class Prompt:
         ids: [tokens].
         positions: [3, tokens], of Transformers' `get_rope_index`.
         embeds: [tokens, hidden], image features in place.
-        deepstack: a [vision tokens, hidden] for each level.
+        deepstack: a [vision tokens, hidden] for each level; none if the model has no DeepStack.
         scores: [vision tokens], attention received, averaged over merge units.
+        keys: [vision tokens, head_dim], of the same layer, averaged over merge units and heads.
         image_of: [vision tokens], image that each belongs to.
         turn_of: turn of each image.
     """
@@ -43,6 +45,7 @@ class Prompt:
     embeds: Tensor
     deepstack: list[Tensor]
     scores: Tensor
+    keys: Tensor
     image_of: Tensor
     turn_of: list[int]
 
@@ -129,11 +132,11 @@ class Topk:
 
 
 class Oracle:
-    """A checkpoint in Transformers, fp32, eager attention, on the CPU."""
+    """A checkpoint of any Qwen-VL family in Transformers, fp32, eager attention, on the CPU."""
 
     def __init__(self, path: Path) -> None:
         self.processor = AutoProcessor.from_pretrained(path)
-        self.model = Qwen3VLMoeForConditionalGeneration.from_pretrained(
+        self.model = AutoModelForImageTextToText.from_pretrained(
             path,
             dtype=torch.float32,
             attn_implementation="eager",
@@ -165,22 +168,48 @@ class Oracle:
         positions, _ = core.get_rope_index(ids, mm_token_type_ids=types, image_grid_thw=grids)
         nothing = torch.zeros(0)
         if grids is None:
-            return Prompt(ids[0], positions[:, 0], embeds, [], nothing, nothing.long(), [])
+            return Prompt(ids[0], positions[:, 0], embeds, [], nothing, nothing, nothing.long(), [])
 
         attention = core.visual.blocks[layer].attn
         with _inputs_of(attention) as seen:
             features = core.get_image_features(batch["pixel_values"], grids)
         embeds[types[0].bool()] = torch.cat(features.pooler_output)
-        scores = [_received(attention, *seen, image) for image in range(len(grids))]
+        scores, keys = zip(
+            *(
+                [
+                    self._in_rows(patches.unflatten(0, (-1, 4)).mean(1), grid.tolist())
+                    for patches in _received(attention, *seen, image)
+                ]
+                for image, grid in enumerate(grids)
+            ),
+            strict=True,
+        )
+        levels = getattr(features, "deepstack_features", None) or ()
         return Prompt(
             ids=ids[0],
             positions=positions[:, 0],
             embeds=embeds,
-            deepstack=[torch.cat(level) for level in features.deepstack_features],
-            scores=torch.cat([s.view(-1, 4).mean(1) for s in scores]),
-            image_of=torch.cat([torch.full((len(s) // 4,), i) for i, s in enumerate(scores)]),
+            deepstack=[torch.cat(level) for level in levels],
+            scores=torch.cat(scores),
+            keys=torch.cat(keys),
+            image_of=torch.cat([torch.full((len(s),), i) for i, s in enumerate(scores)]),
             turn_of=self._turns(ids[0].tolist()),
         )
+
+    def _in_rows(self, values: Tensor, grid: list[int]) -> Tensor:
+        """Values of an image's tokens row by row; an encoder with windows has them window by window."""
+        vision = self.model.config.vision_config
+        window = getattr(vision, "window_size", 0) // vision.patch_size // 2
+        if not window:
+            return values
+        places = [(row, column) for row in range(grid[1] // 2) for column in range(grid[2] // 2)]
+        by_window = sorted(
+            range(len(places)),
+            key=lambda i: (places[i][0] // window, places[i][1] // window, places[i]),
+        )
+        rows = torch.empty_like(values)
+        rows[by_window] = values
+        return rows
 
     def _turns(self, ids: list[int]) -> list[int]:
         """Turn of each image: how many ends of turn come before it."""
@@ -202,11 +231,22 @@ class Oracle:
         *,
         floor: int = 1,
         budget: str = "log_excess",
+        merged: float = 0.0,
         routing: Routing | None = None,
+        follow: list[int] | None = None,
     ) -> Expected:
-        """Prune, then decode greedily. `retain_ratio` is a decimal numeral, and exact."""
-        kept, margin = _kept(prompt, Decimal(retain_ratio), floor, budget)
+        """Prune, then decode greedily. `retain_ratio` is a decimal numeral, and exact.
+
+        `merged` is the share of the kept rows that the other tokens are merged into; `follow` are
+        tokens to go on with, whatever is likeliest.
+        """
         is_image = prompt.ids == self.model.config.image_token_id
+        kept, margin = _kept(prompt, Decimal(retain_ratio), floor, budget, merged)
+        embeds = prompt.embeds.clone()
+        if merged:
+            rows = embeds[is_image]
+            margin = min(margin, _merge(prompt, Decimal(retain_ratio), floor, merged, kept, rows))
+            embeds[is_image] = rows
         stays = torch.ones(len(prompt.ids), dtype=torch.bool)
         stays[is_image] = kept
         cache = DynamicCache(config=self.model.config.get_text_config())
@@ -216,7 +256,7 @@ class Oracle:
         route_gaps: list[float] = []
         with self._gates() as gates:
             logits = self._forward(
-                prompt.embeds[stays],
+                embeds[stays],
                 prompt.positions[:, stays],
                 cache,
                 visual_pos_masks=is_image[stays].unsqueeze(0) if prompt.deepstack else None,
@@ -226,13 +266,14 @@ class Oracle:
             # Text goes on where the unpruned prompt ended.
             position = int(prompt.positions.max()) + 1
             for step in range(tokens):
-                best = logits.log_softmax(-1).topk(2)
-                ids.append(int(best.indices[0]))
-                logprobs.append(float(best.values[0]))
+                chances = logits.log_softmax(-1)
+                best = chances.topk(2)
+                ids.append(follow[step] if follow else int(best.indices[0]))
+                logprobs.append(float(chances[ids[-1]]))
                 gaps.append(float(best.values[0] - best.values[1]))
                 route_gaps.append(gates.take_gap())
                 if step < tokens - 1:
-                    embed = self.model.model.get_input_embeddings()(best.indices[:1])
+                    embed = self.model.model.get_input_embeddings()(torch.tensor(ids[-1:]))
                     at = torch.full((3, 1), position + step)
                     logits = self._forward(embed, at, cache)
         images = range(len(prompt.turn_of))
@@ -265,12 +306,13 @@ class Oracle:
 
     @contextlib.contextmanager
     def _gates(self) -> Iterator[_Gates]:
-        """While open, every layer's gate is watched, and does what it is told."""
+        """While open, every layer's gate, if it has one, is watched, and does what it is told."""
         gates = _Gates()
         layers = self.model.model.language_model.layers
         handles = [
             layer.mlp.gate.register_forward_hook(functools.partial(gates.pass_through, index))
             for index, layer in enumerate(layers)
+            if hasattr(layer.mlp, "gate")
         ]
         try:
             yield gates
@@ -324,21 +366,26 @@ def _inputs_of(attention: nn.Module) -> Iterator[list[Any]]:
 
 def _received(
     attention: Any, states: Tensor, bounds: Tensor, rotations: tuple[Tensor, Tensor], image: int
-) -> Tensor:
-    """Attention that each patch of one image receives from all its patches, mean over heads."""
+) -> tuple[Tensor, Tensor]:
+    """Attention that each patch of one image receives from all its patches, and its key.
+
+    Both are means over heads: [patches] and [patches, head_dim].
+    """
     qkv = attention.qkv(states).view(len(states), 3, attention.num_heads, -1)
     query, key = apply_rotary_pos_emb_vision(qkv[:, 0], qkv[:, 1], *rotations)
     own = slice(int(bounds[image]), int(bounds[image + 1]))
     q, k = query[own].transpose(0, 1).double(), key[own].transpose(0, 1).double()
     weights = (q @ k.transpose(1, 2) / math.sqrt(q.shape[-1])).softmax(-1)
-    return weights.sum(1).mean(0)
+    return weights.sum(1).mean(0), k.mean(0)
 
 
-def _kept(prompt: Prompt, ratio: Decimal, floor: int, budget: str) -> tuple[Tensor, float]:
-    """Which vision tokens stay, and how narrowly the last of them won."""
-    if budget == "log_excess":
-        return _kept_in_two_stages(prompt, ratio, floor)
-    assert budget == "raw"
+def _kept(
+    prompt: Prompt, ratio: Decimal, floor: int, rule: str, merged: float
+) -> tuple[Tensor, float]:
+    """Which vision tokens stay as they are, and how narrowly the last of them won."""
+    if rule == "log_excess":
+        return _kept_in_two_stages(prompt, ratio, floor, merged)
+    assert rule == "raw"
     score, image_of = prompt.scores.tolist(), prompt.image_of.tolist()
     kept = torch.zeros(len(score), dtype=torch.bool)
     margin = math.inf
@@ -348,7 +395,7 @@ def _kept(prompt: Prompt, ratio: Decimal, floor: int, budget: str) -> tuple[Tens
         ranked = sorted(own, key=lambda j: (-score[j], j))
         of_image = {i: [j for j in ranked if image_of[j] == i] for i in images}
         floors = [j for ranked_here in of_image.values() for j in ranked_here[:floor]]
-        budget = max(int(ratio * len(own)), len(floors), 1)
+        budget = _rows(ratio, merged, len(own), len(floors))[0]
         free = [j for j in ranked if j not in floors][: budget - len(floors)]
         kept[floors + free] = True
         # Who competed with whom: all of a turn for the budget, those of an image for its floor.
@@ -359,7 +406,56 @@ def _kept(prompt: Prompt, ratio: Decimal, floor: int, budget: str) -> tuple[Tens
     return kept, margin
 
 
-def _kept_in_two_stages(prompt: Prompt, ratio: Decimal, floor: int) -> tuple[Tensor, float]:
+def _rows(ratio: Decimal, merged: float, tokens: int, floors: int) -> tuple[int, int]:
+    """Rows of a turn for tokens that stay as they are, and rows that others are merged into."""
+    rows = max(int(ratio * tokens), floors, 1)
+    targets = 0 if rows == tokens else max(0, min(int(merged * rows), rows - max(floors, 1)))
+    return rows - targets, targets
+
+
+def _merge(
+    prompt: Prompt, ratio: Decimal, floor: int, merged: float, kept: Tensor, rows: Tensor
+) -> float:
+    """Merge into every so many-th of the other tokens those of its image that are most like it.
+
+    Args:
+        prompt: whose tokens.
+        ratio, floor, merged: as for `Oracle.answer`.
+        kept: [vision tokens] bool; the tokens merged into join it, in place.
+        rows: [vision tokens, hidden], changed in place.
+
+    Returns:
+        How narrowly the least certain token went where it went.
+    """
+    image_of = prompt.image_of.tolist()
+    margin = math.inf
+    plain = rows.clone()
+    for turn in sorted(set(prompt.turn_of)):
+        images = [i for i, t in enumerate(prompt.turn_of) if t == turn]
+        own = [j for j, i in enumerate(image_of) if i in images]
+        floors = sum(min(floor, image_of.count(i)) for i in images)
+        _, count = _rows(ratio, merged, len(own), floors)
+        rest = [j for j in own if not kept[j]]
+        targets = rest[:: max(1, len(rest) // max(count, 1))][:count]
+        came: dict[int, list[int]] = {t: [] for t in targets}
+        for j in set(rest) - set(targets):
+            near = [t for t in targets if image_of[t] == image_of[j]]
+            alike = torch.cosine_similarity(prompt.keys[near], prompt.keys[j], dim=-1)
+            ranked = sorted(zip(alike.tolist(), near, strict=True), reverse=True)
+            if ranked:
+                came[ranked[0][1]].append(j)
+            if len(ranked) > 1:
+                margin = min(margin, ranked[0][0] - ranked[1][0])
+        for t, others in came.items():
+            if others:
+                rows[t] = plain[t] + plain[others].mean(0)
+        kept[targets] = True
+    return margin
+
+
+def _kept_in_two_stages(
+    prompt: Prompt, ratio: Decimal, floor: int, merged: float
+) -> tuple[Tensor, float]:
     """As `_kept`; images get shares by how far above 1 their scores' logarithms lie."""
     score, image_of = prompt.scores.tolist(), prompt.image_of.tolist()
     kept = torch.zeros(len(score), dtype=torch.bool)
@@ -369,7 +465,7 @@ def _kept_in_two_stages(prompt: Prompt, ratio: Decimal, floor: int) -> tuple[Ten
         own = {i: [j for j, of in enumerate(image_of) if of == i] for i in images}
         sizes = [len(own[i]) for i in images]
         floors = [min(floor, n) for n in sizes]
-        budget = max(int(ratio * sum(sizes)), sum(floors), 1)
+        budget = _rows(ratio, merged, sum(sizes), sum(floors))[0]
         mass = [sum(math.log(max(score[j], 1)) for j in own[i]) for i in images]
         shares, narrow = _water(mass, floors, sizes, budget)
         if budget < sum(sizes):

@@ -183,6 +183,48 @@ def spend_of(request: VisionRequest, image_tokens: Sequence[int]) -> Spend:
     )
 
 
+def check_scored_layer(request: VisionRequest, depth: int, whole: Sequence[int] | None) -> None:
+    """Refuse to score tokens in a layer that shows them a window of their image only.
+
+    There the attention that a token receives says how it does among its neighbours, not in the image.
+
+    Args:
+        request: the vision lever.
+        depth: layers of the encoder; `request.layer` is one of them.
+        whole: layers that attend to whole images; None where all do.
+
+    Raises:
+        ValueError: the request prunes by the scores of a window layer.
+    """
+    if whole is None or not request.prunes or request.policy != "visionzip":
+        return
+    if request.layer % depth not in whole:
+        raise ValueError(
+            f"layer={request.layer}: that layer of the vision encoder attends within windows; "
+            f"vision.layer takes one that attends to whole images: {', '.join(map(str, whole))}"
+        )
+
+
+def micro_batches(patches: Sequence[int], limit: int) -> list[tuple[int, int]]:
+    """Cut a group's images into runs of at most `limit` patches; a larger image is a run by itself.
+
+    Args:
+        patches: of each image.
+        limit: most patches of a run.
+
+    Returns:
+        First image and the one after the last, for each run, in order.
+    """
+    runs: list[tuple[int, int]] = []
+    first, held = 0, 0
+    for index, count in enumerate(patches):
+        if index > first and held + count > limit:
+            runs.append((first, index))
+            first, held = index, 0
+        held += count
+    return [*runs, (first, len(patches))]
+
+
 def group_hash(
     image_hashes: Sequence[str],
     grids: Sequence[Sequence[int]],

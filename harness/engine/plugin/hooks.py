@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+_FAMILIES = "harness.engine.plugin.models"
+
 MODELS = {
-    "Qwen3VLForConditionalGeneration": "harness.engine.plugin.model:GroupQwen3VL",
-    "Qwen3VLMoeForConditionalGeneration": "harness.engine.plugin.model:GroupQwen3VLMoe",
+    "Qwen2_5_VLForConditionalGeneration": f"{_FAMILIES}.qwen2_5_vl:GroupQwen25VL",
+    "Qwen3VLForConditionalGeneration": f"{_FAMILIES}.qwen3_vl:GroupQwen3VL",
+    "Qwen3VLMoeForConditionalGeneration": f"{_FAMILIES}.qwen3_vl:GroupQwen3VLMoe",
+    "Qwen3_5ForConditionalGeneration": f"{_FAMILIES}.qwen3_5:GroupQwen35",
+    "Qwen3_5MoeForConditionalGeneration": f"{_FAMILIES}.qwen3_5:GroupQwen35Moe",
 }
 """Architecture → class with the vision lever. Imported by vLLM only when a checkpoint asks for it."""
 
 
 def install() -> None:
-    """Register the model classes; registering again changes nothing."""
+    """Register the model classes that this vLLM has stock ones for; again changes nothing."""
     from vllm import ModelRegistry
 
+    known = ModelRegistry.get_supported_archs()
     for architecture, model in MODELS.items():
-        ModelRegistry.register_model(architecture, model)
+        if architecture in known:
+            ModelRegistry.register_model(architecture, model)

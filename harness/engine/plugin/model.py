@@ -1,4 +1,7 @@
-"""Qwen3-VL with fused image groups: encode, score, select, and put rows where they belong."""
+"""What every model with fused image groups does: encode, score, select, put rows where they belong.
+
+`harness.engine.plugin.models` mixes it into vLLM's classes, a file for each family.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +18,9 @@ from vllm.distributed import (
     get_tensor_model_parallel_world_size,
     tensor_model_parallel_all_reduce,
 )
-from vllm.model_executor.models.qwen3_vl import (
-    Qwen3VLDummyInputsBuilder,
-    Qwen3VLForConditionalGeneration,
-)
-from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeForConditionalGeneration
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from harness.engine.plugin import group as layout
-from harness.engine.plugin.processor import (
-    GroupQwen3VLMoeProcessingInfo,
-    GroupQwen3VLProcessingInfo,
-    GroupQwen3VLProcessor,
-)
 from harness.engine.plugin.telemetry import VISION
 from kernels.visionzip.budget import split_budget
 from kernels.visionzip.contextual import contextual_targets, merge_contextual
@@ -39,7 +32,19 @@ logger = logging.getLogger("vllm.pruneroute")
 
 
 class FusedGroups:
-    """Mixed in before a Qwen3-VL class: image items are groups, and rows carry their positions."""
+    """Mixed in before a Qwen-VL class: image items are groups, and rows carry their positions.
+
+    A family whose encoder computes in another order than that of its rows overrides `_to_raster`.
+    """
+
+    config: Any
+    visual: Any
+    language_model: Any
+    use_data_parallel: bool
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        self._start_groups(vllm_config)
 
     def _start_groups(self, vllm_config: Any) -> None:
         parallel = vllm_config.parallel_config
@@ -48,16 +53,26 @@ class FusedGroups:
                 "PruneRoute's vision lever cannot serve pipeline_parallel_size > 1: only the first "
                 "stage sees where kept tokens belong; use tensor parallelism"
             )
-        if self.use_data_parallel:  # type: ignore[attr-defined]
+        if self.use_data_parallel:
             raise ValueError(
                 "PruneRoute's vision lever cannot serve mm_encoder_tp_mode=data; leave it at "
                 "'weights'"
             )
+        for option in ("cudagraph_mm_encoder", "compile_mm_encoder"):
+            if getattr(vllm_config.compilation_config, option, False):
+                raise ValueError(
+                    f"PruneRoute's vision lever cannot serve {option}=true: neither groups nor scores "
+                    "pass through a captured encoder; leave it at false"
+                )
         # Read by captured graphs, so one buffer for good; padding can take a step past
         # max_num_batched_tokens.
         longest = vllm_config.scheduler_config.max_num_batched_tokens + 1024
         self._row_offsets = torch.zeros(3, longest, dtype=torch.int64)
         self._row_offsets_used = 0
+        # One image of the largest size is what an encoder call must hold in any case, and what vLLM
+        # sets memory aside for.
+        info = MULTIMODAL_REGISTRY.get_processing_info(vllm_config.model_config)
+        self._patches_at_once = info.get_max_image_tokens() * self._merge_unit()
         VISION.hooked = True
         logger.info("PruneRoute: vision lever in %s", type(self).__name__)
 
@@ -102,14 +117,12 @@ class FusedGroups:
         spend: layout.Spend,
     ) -> tuple[Tensor, Tensor]:
         """Features of all tokens of a group, [tokens, width], and which stay, [keep] ascending."""
-        visual = self.visual  # type: ignore[attr-defined]
         merged = self._merged_grids(grids)
         counts = [t * h * w for t, h, w in merged]
-        grid_tensor = torch.tensor(grids, dtype=torch.int64)
         policy = layout.POLICIES[spend.policy]
         if policy == "visionzip" and spend.keep < sum(counts):
-            return self._zipped(pixel_values, grid_tensor, counts, spend)
-        features = visual(pixel_values, grid_thw=grid_tensor)
+            return self._zipped(pixel_values, grids, counts, spend)
+        features = self._features(pixel_values, grids)
         if spend.keep == sum(counts):
             return features, torch.arange(spend.keep)
         if policy == "random":
@@ -128,41 +141,82 @@ class FusedGroups:
             dtype=torch.int64,
         )
 
+    def _features(self, pixel_values: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:
+        """Features of all tokens, [tokens, width]; a few images at a time, as memory allows."""
+        visual = self.visual
+        patches = [t * h * w for t, h, w in grids]
+        out = []
+        for first, end in layout.micro_batches(patches, self._patches_at_once):
+            own, pixel_values = pixel_values.split([sum(patches[first:end]), sum(patches[end:])])
+            out.append(visual(own, grid_thw=[list(g) for g in grids[first:end]]))
+        return out[0] if len(out) == 1 else torch.cat(out)
+
     def _zipped(
-        self, pixel_values: Tensor, grid_thw: Tensor, counts: Sequence[int], spend: layout.Spend
+        self,
+        pixel_values: Tensor,
+        grids: Sequence[Sequence[int]],
+        counts: Sequence[int],
+        spend: layout.Spend,
     ) -> tuple[Tensor, Tensor]:
         """As `_encode_group`, by attention; rows that others are merged into are in their place."""
-        visual = self.visual  # type: ignore[attr-defined]
-        unit = visual.spatial_merge_size**2
-        attention = visual.blocks[spend.layer].attn.attn
-        with _captured(attention, keys=spend.contextual > 0) as captured:
-            features = visual(pixel_values, grid_thw=grid_thw)
-        received, keys = captured.pop()
+        features, scores, keys = self._scored(
+            pixel_values, grids, spend.layer, keys=spend.contextual > 0
+        )
         dominant = select(
-            merge_unit_scores(received, unit),
-            counts,
-            spend.keep - spend.contextual,
-            spend.floor,
-            BUDGETS[spend.budget],
+            scores, counts, spend.keep - spend.contextual, spend.floor, BUDGETS[spend.budget]
         )
         if keys is None:
             return features, dominant
         targets = contextual_targets(dominant, sum(counts), spend.contextual)
         # DeepStack's columns, behind the embedding's own, go with their token as they are.
         width = features.shape[1] // (1 + self._deepstack_levels())
-        keys = keys.view(len(features), unit, -1).mean(1)
         features[targets, :width] = merge_contextual(
             features[:, :width], keys, counts, dominant, targets
         )
         return features, torch.cat([dominant, targets]).sort().values
 
+    def _scored(
+        self, pixel_values: Tensor, grids: Sequence[Sequence[int]], layer: int, *, keys: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Features, scores and, if `keys`, the keys of all tokens, each in the rows' order.
+
+        Returns:
+            [tokens, width]; [tokens] float32; [tokens, head_dim] float32 or None.
+        """
+        unit = self._merge_unit()
+        attention = self.visual.blocks[layer].attn.attn
+        patches = [t * h * w for t, h, w in grids]
+        with _captured(attention, patches, keys=keys) as captured:
+            features = self._features(pixel_values, grids)
+        received, found_keys = zip(*captured, strict=True)
+        scores = self._to_raster(merge_unit_scores(torch.cat(received), unit), grids)
+        if not keys:
+            return features, scores, None
+        patch_keys = torch.cat(found_keys)
+        token_keys = patch_keys.view(len(features), unit, -1).mean(1)
+        return features, scores, self._to_raster(token_keys, grids)
+
+    def _to_raster(self, values: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:
+        """Values of all tokens, from the order of the encoder's blocks to that of its output.
+
+        Args:
+            values: [tokens, ...].
+            grids: (t, h, w) of each image, in patches.
+        """
+        del grids
+        return values
+
+    def _merge_unit(self) -> int:
+        """Patches that become one token."""
+        return int(self.config.vision_config.spatial_merge_size) ** 2
+
     def _deepstack_levels(self) -> int:
-        config = self.config.vision_config  # type: ignore[attr-defined]
+        config = self.config.vision_config
         return len(getattr(config, "deepstack_visual_indexes", None) or ())
 
     def _merged_grids(self, grids: Sequence[Sequence[int]]) -> list[tuple[int, int, int]]:
         """(t, h, w) of each image in merged tokens, from patches."""
-        merge = self.visual.spatial_merge_size  # type: ignore[attr-defined]
+        merge = self.visual.spatial_merge_size
         return [(t, h // merge, w // merge) for t, h, w in grids]
 
     def _place_group(
@@ -190,7 +244,7 @@ class FusedGroups:
         if gap_ids:
             text_at = torch.from_numpy(np.flatnonzero(~is_image[stays])).to(features.device)
             ids = torch.tensor(gap_ids, device=features.device)
-            text = self.language_model.embed_input_ids(ids)  # type: ignore[attr-defined]
+            text = self.language_model.embed_input_ids(ids)
             rows[text_at, : text.shape[1]] = text.to(rows.dtype)
         return layout.append_offsets(rows, offsets)
 
@@ -240,7 +294,7 @@ class FusedGroups:
         self, input_tokens: list[int], mm_features: Sequence[Any], **_: Any
     ) -> tuple[Tensor, int]:
         """Positions at admission, [3, tokens] int64, and the offset of the tokens after the prompt."""
-        merge = self.config.vision_config.spatial_merge_size  # type: ignore[attr-defined]
+        merge = self.config.vision_config.spatial_merge_size
         groups = []
         for feature in sorted(mm_features, key=lambda f: f.mm_position.offset):
             data = feature.data
@@ -260,21 +314,29 @@ class FusedGroups:
 
 
 @contextlib.contextmanager
-def _captured(attention: nn.Module, *, keys: bool) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
-    """While open, the next call of `attention` leaves its tokens' scores, [patches] float32.
+def _captured(
+    attention: nn.Module, patches: Sequence[int], *, keys: bool
+) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
+    """While open, every call of `attention` leaves its patches' scores, [patches] float32.
 
     Where `keys` is set, also their keys, mean over heads, [patches, head_dim] float32.
 
-    `attention` is vLLM's encoder attention: query and key arrive after rotary embedding, each
-    [1, patches, heads of this rank, head_dim]. Ranks sum their heads, so that all select alike.
+    Args:
+        attention: vLLM's encoder attention: query and key arrive after rotary embedding, each
+            [1, patches, heads of this rank, head_dim]. Ranks sum their heads, so that all select alike.
+        patches: of each image, in the order in which they come, whole ones in each call.
+        keys: whether keys are wanted.
     """
     found: list[tuple[Tensor, Tensor | None]] = []
+    lengths = iter(patches)
 
     def capture(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key = kwargs["query"], kwargs["key"]
-        received = attention_received(
-            query.flatten(0, 1), key.flatten(0, 1), kwargs["cu_seqlens"], module.scale
-        )
+        # Not vLLM's own bounds: a backend may have them in other units, and on the device.
+        bounds = [0]
+        while bounds[-1] < query.shape[1]:
+            bounds.append(bounds[-1] + next(lengths))
+        received = attention_received(query.flatten(0, 1), key.flatten(0, 1), bounds, module.scale)
         own = key.flatten(0, 1).float().mean(1) if keys else None
         ranks = get_tensor_model_parallel_world_size()
         if ranks > 1:
@@ -289,28 +351,3 @@ def _captured(attention: nn.Module, *, keys: bool) -> Iterator[list[tuple[Tensor
         handle.remove()
     if not found:
         raise RuntimeError("the scored layer of the vision encoder never ran its attention")
-
-
-@MULTIMODAL_REGISTRY.register_processor(
-    GroupQwen3VLProcessor, info=GroupQwen3VLProcessingInfo, dummy_inputs=Qwen3VLDummyInputsBuilder
-)
-class GroupQwen3VL(FusedGroups, Qwen3VLForConditionalGeneration):
-    """Qwen3-VL, dense, with fused image groups."""
-
-    def __init__(self, *, vllm_config: Any, prefix: str = "model") -> None:
-        super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self._start_groups(vllm_config)
-
-
-@MULTIMODAL_REGISTRY.register_processor(
-    GroupQwen3VLProcessor,
-    info=GroupQwen3VLMoeProcessingInfo,
-    dummy_inputs=Qwen3VLDummyInputsBuilder,
-)
-class GroupQwen3VLMoe(FusedGroups, Qwen3VLMoeForConditionalGeneration):
-    """Qwen3-VL, mixture of experts, with fused image groups."""
-
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
-        # Not `super()`: the stock class skips its parent's constructor by hand.
-        Qwen3VLMoeForConditionalGeneration.__init__(self, vllm_config=vllm_config, prefix=prefix)
-        self._start_groups(vllm_config)

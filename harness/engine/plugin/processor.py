@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from PIL import Image
-from vllm.model_executor.models.qwen3_vl import Qwen3VLMultiModalProcessor, Qwen3VLProcessingInfo
-from vllm.model_executor.models.qwen3_vl_moe import Qwen3VLMoeProcessingInfo
 from vllm.multimodal.inputs import (
     MultiModalBatchedField,
     MultiModalFieldElem,
@@ -29,34 +27,57 @@ from harness.engine.plugin import group as layout
 from kernels.visionzip.budget import kept_count
 
 _TURN_END = "<|im_end|>"
+_MARKERS = 2
+"""Tokens around an image: its start and its end."""
 _REQUEST_KEYS = {f.name for f in dataclasses.fields(layout.VisionRequest)}
 
 
-class _GroupInfo:
-    """Sizes that vLLM plans with, for items that hold all images of a turn."""
+class GroupInfo:
+    """Mixed in before a Qwen-VL processing info: sizes for items that hold all images of a turn."""
+
+    ctx: Any
+    allowed_mm_limits: Mapping[str, int]
+    get_max_image_tokens: Callable[[], int]
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
     ) -> Mapping[str, int]:
+        """As the stock method; a group may be as long as the context."""
         largest = dict(super().get_mm_max_tokens_per_item(seq_len, mm_counts))  # type: ignore[misc]
         # vLLM asks for one item, whatever a request may hold, while a group holds them all and the
         # text between; only the context bounds that.
-        images = self.allowed_mm_limits.get("image", 1)  # type: ignore[attr-defined]
+        images = self.allowed_mm_limits.get("image", 1)
         if images > 1:
             largest["image"] = max(largest["image"], seq_len)
         return largest
 
+    def whole_group(self, mm_counts: Mapping[str, int]) -> Mapping[str, int]:
+        """Counts of dummy inputs: where vLLM asks for one item, a whole group of the largest images."""
+        if not mm_counts.get("image"):
+            return mm_counts
+        fit = self.ctx.model_config.max_model_len // (self.get_max_image_tokens() + _MARKERS)
+        most = min(self.allowed_mm_limits.get("image", 1), fit)
+        return {**mm_counts, "image": max(mm_counts["image"], most)}
 
-class GroupQwen3VLProcessingInfo(_GroupInfo, Qwen3VLProcessingInfo):
-    """Qwen3-VL, dense."""
+
+class GroupDummyInputs:
+    """Mixed in before a Qwen-VL builder of dummy inputs: vLLM up to 0.30 profiles what it gives."""
+
+    info: Any
+
+    def get_dummy_processor_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the stock method, for a whole group."""
+        counts = self.info.whole_group(mm_counts)
+        return super().get_dummy_processor_inputs(seq_len, counts, *args, **kwargs)  # type: ignore[misc]
 
 
-class GroupQwen3VLMoeProcessingInfo(_GroupInfo, Qwen3VLMoeProcessingInfo):
-    """Qwen3-VL, mixture of experts."""
+class GroupProcessor:
+    """Mixed in before a Qwen-VL processor: stock processing, then one item for each turn's images."""
 
-
-class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
-    """Stock processing first, then one item for each turn's images."""
+    info: Any
+    _apply_hf_processor: Callable[..., Any]
 
     def apply(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As the stock method, with image items fused; see `harness.engine.plugin.group`.
@@ -73,10 +94,17 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
         full_tokens = None
         if request.policy == "downscale" and request.prunes and "image" in inputs.mm_data_items:
             inputs, full_tokens = self._downscaled(inputs, request)
-        plain = super().apply(inputs, *args, **kwargs)
+        plain = super().apply(inputs, *args, **kwargs)  # type: ignore[misc]
         if plain["mm_placeholders"].get("image"):
             self._fuse(plain, request, full_tokens)
         return plain
+
+    def get_dummy_inputs(
+        self, seq_len: int, mm_counts: Mapping[str, int], *args: Any, **kwargs: Any
+    ) -> Any:
+        """As the stock method, for a whole group; vLLM from 0.31 on profiles what it gives."""
+        counts = self.info.whole_group(mm_counts)
+        return super().get_dummy_inputs(seq_len, counts, *args, **kwargs)  # type: ignore[misc]
 
     def _downscaled(self, inputs: Any, request: layout.VisionRequest) -> tuple[Any, list[int]]:
         """Inputs with smaller images, and the tokens that each image would have had as it was."""
@@ -122,12 +150,15 @@ class GroupQwen3VLProcessor(Qwen3VLMultiModalProcessor):
                 "PruneRoute's vision lever serves images, not videos; send frames as images, or "
                 "start the server without the plugin"
             )
-        depth = self.info.get_hf_config().vision_config.depth
+        vision = self.info.get_hf_config().vision_config
+        depth = vision.depth
         if not -depth <= request.layer < depth:
             raise ValueError(
                 f"layer={request.layer}: the vision encoder has layers 0 to {depth - 1} "
                 f"(or -{depth} to -1)"
             )
+        whole = getattr(vision, "fullatt_block_indexes", None)
+        layout.check_scored_layer(request, depth, whole)
 
     def _fuse(
         self, plain: Any, request: layout.VisionRequest, full_tokens: list[int] | None
