@@ -126,14 +126,15 @@ def refuse_unserved(hooks: Hooks, arms: Sequence[Settings]) -> None:
     )
     if not hooks.vision and routing_reason:
         raise EngineError(
-            f"the plugin serves neither lever of this model ({hooks.model_class}): it is not a "
-            f"Qwen3-VL, and {routing_reason}; set engine.plugin=false to measure it as it is"
+            f"the plugin serves neither lever of this model ({hooks.model_class}): it is no "
+            f"Qwen2.5-VL, Qwen3-VL or Qwen3.5, and {routing_reason}; set engine.plugin=false to "
+            "measure it as it is"
         )
     for arm in arms:
-        if arm.vision.retain_ratio < 1 and not hooks.vision:
+        if arm.vision.prunes and not hooks.vision:
             raise EngineError(
                 f"vision.retain_ratio={arm.vision.retain_ratio}: {hooks.model_class} has no vision "
-                "lever (it is built for Qwen3-VL, dense and MoE); take 1.0"
+                "lever (it is built for Qwen2.5-VL, Qwen3-VL and Qwen3.5); take 1.0"
             )
         if arm.routing.policy != "off" and routing_reason:
             raise EngineError(f"routing.policy={arm.routing.policy}: {routing_reason}")

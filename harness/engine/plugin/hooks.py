@@ -18,6 +18,9 @@ def install() -> None:
     """Register the model classes that this vLLM has stock ones for; again changes nothing."""
     from vllm import ModelRegistry
 
+    from harness.engine.plugin import sixteen_bits
+
+    sixteen_bits.install()
     known = ModelRegistry.get_supported_archs()
     for architecture, model in MODELS.items():
         if architecture in known:

@@ -27,6 +27,9 @@ from harness.engine.plugin import group as layout
 from kernels.visionzip.budget import kept_count
 
 _TURN_END = "<|im_end|>"
+_LONGEST = 200
+"""Long side over short side that Qwen-VL's `smart_resize` takes. What vLLM makes of its error names no
+reason."""
 _MARKERS = 2
 """Tokens around an image: its start and its end."""
 _REQUEST_KEYS = {f.name for f in dataclasses.fields(layout.VisionRequest)}
@@ -159,6 +162,15 @@ class GroupProcessor:
             )
         whole = getattr(vision, "fullatt_block_indexes", None)
         layout.check_scored_layer(request, depth, whole)
+        if "image" in inputs.mm_data_items:
+            images = inputs.mm_data_items.get_items("image", ImageProcessorItems)
+            for i in range(images.get_count()):
+                width, height = images.get_image_size(i)
+                if max(width, height) > _LONGEST * min(width, height):
+                    raise ValueError(
+                        f"image {i + 1} is {width} x {height} px: its aspect ratio is more than "
+                        f"{_LONGEST}, which the model's processor does not take; cut it up"
+                    )
 
     def _fuse(
         self, plain: Any, request: layout.VisionRequest, full_tokens: list[int] | None
