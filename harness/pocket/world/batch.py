@@ -17,7 +17,7 @@ from harness.pocket.world.things import things_of
 
 TASKS = ("ocr", "cc", "rag")
 LENGTH_MULTIPLE = 16
-ARRANGEMENTS = 8
+ARRANGEMENTS = 4
 """Most different arrangements of notes in a minibatch."""
 
 
