@@ -150,9 +150,7 @@ def right(network: Network, asked: Encoded, count: Tensor) -> Tensor:
     hidden = rank >= count[:, None]
     batch, positions, vision = hide(asked.batch, positions, asked.vision, hidden)
     out = network(vision, batch.tokens, positions)
-    likeliest = network.lm_head(out.hidden).argmax(-1)
-    wrong = (likeliest[:, :-1] != batch.tokens[:, 1:]) & batch.answer[:, 1:]
-    return ~wrong.any(1)
+    return batch.right(network.lm_head(out.hidden).argmax(-1))
 
 
 def main() -> int:

@@ -97,9 +97,7 @@ def right(network: Network, batch: Minibatch, change: Change | None) -> Tensor:
         vision = network.encode(batch.pixels.float() / 127.5 - 1)
         hidden = network(vision, batch.tokens, positions).hidden
         likeliest = network.lm_head(hidden).argmax(-1)
-    first = (batch.tokens == token_id("<|im_start|>")).cumsum(1)[:, 1:] <= 2
-    wrong = (likeliest[:, :-1] != batch.tokens[:, 1:]) & batch.answer[:, 1:] & first
-    return ~wrong.any(1)
+    return batch.right(likeliest)
 
 
 def own_share(network: Network, seed: int, families: int) -> list[float]:

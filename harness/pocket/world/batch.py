@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.pocket.special import token_id
 from harness.pocket.world import cc, ocr, rag
 from harness.pocket.world.draw import TRAIN, Drawn, Draws, Marks, things_by_patch, together
 from harness.pocket.world.several import several
@@ -44,6 +45,17 @@ class Minibatch:
     kind: Tensor
     kinds: tuple[str, ...]
     print_px: Tensor
+
+    def right(self, likeliest: Tensor) -> Tensor:
+        """Which first answers have no mistake: what greedy decoding would say. bool [B].
+
+        Args:
+            likeliest: int64 [B, L], the likeliest token after each token. The first turn alone is
+                what the benchmarks ask.
+        """
+        first = (self.tokens == token_id("<|im_start|>")).cumsum(1)[:, 1:] <= 2
+        wrong = (likeliest[:, :-1] != self.tokens[:, 1:]) & self.answer[:, 1:] & first
+        return ~wrong.any(1)
 
     def parts(self, n: int, order: Tensor) -> list[Minibatch]:
         """The items in a new order (int64 [B]), in `n` parts of about the same size."""
