@@ -92,7 +92,7 @@ def _settings(cell: Cell, top_k: int | None) -> dict[str, Any]:
     return {
         "model": one_line(s.model.name),
         "workload": one_line(s.workload.name),
-        "retain_ratio": s.vision.retain_ratio,
+        "retain_ratio": s.vision.retain_ratio if s.vision.prunes else 1.0,
         "vision_policy": s.vision.policy if s.vision.prunes else None,
         "vision_budget": s.vision.budget if zipped else None,
         "vision_merge": s.vision.merge if zipped else None,

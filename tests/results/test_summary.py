@@ -64,6 +64,12 @@ def test_vision_policy_is_named_only_where_tokens_go(cell: Cell) -> None:
         assert summarize(changed, (), top_k=8)["vision_policy"] == shown
 
 
+def test_a_policy_that_keeps_all_has_a_ratio_of_one(cell: Cell) -> None:
+    lever = dataclasses.replace(cell.settings.vision, policy="none", retain_ratio=0.5)
+    row = summarize(Cell(cell.id, dataclasses.replace(cell.settings, vision=lever)), (), top_k=8)
+    assert (row["retain_ratio"], row["vision_policy"], row["vision_budget"]) == (1.0, None, None)
+
+
 def test_what_each_of_two_sources_keeps(cell: Cell, records: list[RequestRecord]) -> None:
     w = dataclasses.replace(cell.settings.workload, mix_format="ccbench", mix_images=1)
     mixed = Cell(cell.id, dataclasses.replace(cell.settings, workload=w))
