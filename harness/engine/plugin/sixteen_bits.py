@@ -7,10 +7,14 @@ a 16-bit PNG (a scan, an X-ray) arrives as a white page. Here they are scaled.
 from __future__ import annotations
 
 import functools
+import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from PIL import Image
+
+logger = logging.getLogger("vllm.pruneroute")
 
 _DEEP = ("I;16", "I;16B", "I;16L", "I;16N", "I")
 
@@ -25,19 +29,21 @@ def to_eight_bits(image: Image.Image) -> Image.Image:
 
 def install() -> None:
     """Have vLLM's converter scale such pictures; again changes nothing."""
-    from vllm.multimodal import image, parse
+    import vllm.multimodal.image
+    import vllm.multimodal.parse  # noqa: F401
 
-    places: list[Any] = [image, parse]
-    try:
-        from vllm.multimodal.media import image as media
-
-        places.append(media)
-    except ImportError:
-        pass  # older releases read files in vllm.multimodal.image itself
+    places: list[Any] = [
+        module
+        for name, module in [*sys.modules.items()]
+        if name.startswith("vllm.multimodal.") and hasattr(module, "convert_image_mode")
+    ]
+    if not places:
+        logger.warning(
+            "PruneRoute: vLLM's image converter is not where it was; 16-bit pictures clip"
+        )
     for place in places:
-        convert = getattr(place, "convert_image_mode", None)
-        if convert is not None and not hasattr(convert, "scales_sixteen_bits"):
-            place.convert_image_mode = _scaling(convert)
+        if not hasattr(place.convert_image_mode, "scales_sixteen_bits"):
+            place.convert_image_mode = _scaling(place.convert_image_mode)
 
 
 def _scaling(convert: Callable[..., Image.Image]) -> Callable[..., Image.Image]:
