@@ -45,5 +45,6 @@ PHRASES: tuple[str, ...] = (
     "步：",
     # Appended, so that no other id moves.
     "what is written in the images?",
+    " steps: ",
 )
 """No phrase may begin inside another's end in text that the world composes; a test checks it."""

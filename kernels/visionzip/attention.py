@@ -62,23 +62,84 @@ def scores(
             host do not ascend from 0 to `tokens` or hold an empty image.
     """
     heads = query.shape[1] if query.dim() == 3 else 0
-    check(query, key, cu_seqlens, scale, host_bounds)
     divisor = heads if total_heads is None else total_heads
     if divisor < heads:
         raise ValueError(f"total_heads {divisor} is less than the {heads} heads given")
-    if lse is not None:
-        _check_lse(lse, query)
     if not query.is_cuda:
+        check(query, key, cu_seqlens, scale, host_bounds)
+        if lse is not None:
+            _check_lse(lse, query)
         bounds = cu_seqlens if host_bounds is None else host_bounds
         return attention_received(query, key, bounds, scale) * (heads / divisor)
+    parts = head_scores(query, key, cu_seqlens, scale, lse, host_bounds=host_bounds, tuning=tuning)
+    return mean_heads(parts, divisor)
+
+
+def head_scores(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens: Tensor | Sequence[int],
+    scale: float,
+    lse: Tensor | None = None,
+    *,
+    host_bounds: Sequence[int] | None = None,
+    tuning: Tuning = DEFAULT,
+) -> Tensor:
+    """Attention that each token receives, head by head; what `mean_heads` turns into `scores`.
+
+    Args:
+        query, key, cu_seqlens, scale, lse, host_bounds, tuning: as for `scores`. On a GPU where
+            `runs_triton` is false PyTorch computes.
+
+    Returns:
+        [heads, tokens] float32 on the inputs' device.
+
+    Raises:
+        ValueError: as for `scores`.
+    """
+    check(query, key, cu_seqlens, scale, host_bounds)
+    if lse is not None:
+        _check_lse(lse, query)
+    if not runs_triton(query):
+        bounds = cu_seqlens if host_bounds is None else host_bounds
+        pairs = zip(query.split(1, 1), key.split(1, 1), strict=True)
+        return torch.stack([attention_received(q, k, bounds, scale) for q, k in pairs])
     from kernels.visionzip import column_sums
 
-    check_triton(query)
     device_bounds = _on_device(cu_seqlens, query)
     if lse is None:
         lse = column_sums.log_sum_exp(query, key, device_bounds, scale)
-    parts = column_sums.head_scores(query, key, lse, device_bounds, scale, tuning=tuning)
-    return column_sums.mean_heads(parts, divisor)
+    return column_sums.head_scores(query, key, lse, device_bounds, scale, tuning=tuning)
+
+
+def mean_heads(parts: Tensor, total_heads: int) -> Tensor:
+    """Sum over heads from the first to the last, over `total_heads`.
+
+    Args:
+        parts: [heads, tokens] float32, from `head_scores`. Gathered over tensor-parallel ranks in
+            the order of their heads, they give the same bits at every number of ranks.
+        total_heads: heads of the whole layer.
+
+    Returns:
+        [tokens] float32.
+    """
+    if parts.is_cuda:
+        from kernels.visionzip import column_sums
+
+        return column_sums.mean_heads(parts, total_heads)
+    total = torch.zeros(parts.shape[1], dtype=torch.float32)
+    for part in parts:
+        total += part
+    return total / total_heads
+
+
+def runs_triton(query: Tensor) -> bool:
+    """Whether the Triton kernels take such queries: on a GPU, of their types and widths."""
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and (query.shape[2] in WIDTHS)
+    )
 
 
 def log_sum_exp(

@@ -5,27 +5,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from vllm.distributed import (
-    get_tensor_model_parallel_world_size,
-    tensor_model_parallel_all_reduce,
-)
+from torch import Tensor
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from harness.engine.plugin import group as layout
+from harness.engine.plugin.scored import scored
 from harness.engine.plugin.telemetry import VISION
 from kernels.visionzip.budget import split_budget
 from kernels.visionzip.contextual import contextual_targets, merge_contextual
 from kernels.visionzip.control import random_scores
-from kernels.visionzip.reference import attention_received, merge_unit_scores
+from kernels.visionzip.reference import merge_unit_scores
 from kernels.visionzip.selection import BUDGETS, grid_tokens, select, select_tokens
 
 logger = logging.getLogger("vllm.pruneroute")
@@ -186,7 +182,8 @@ class FusedGroups:
         unit = self._merge_unit()
         attention = self.visual.blocks[layer].attn.attn
         patches = [t * h * w for t, h, w in grids]
-        with _captured(attention, patches, keys=keys) as captured:
+        sharded = not self.use_data_parallel
+        with scored(attention, patches, keys=keys, sharded=sharded) as captured:
             features = self._features(pixel_values, grids)
         received, found_keys = zip(*captured, strict=True)
         scores = self._to_raster(merge_unit_scores(torch.cat(received), unit), grids)
@@ -311,43 +308,3 @@ class FusedGroups:
             groups.append((layout.Span(where.offset, where.length), extent))
         positions, shift = layout.prompt_positions(len(input_tokens), groups)
         return torch.from_numpy(positions), shift
-
-
-@contextlib.contextmanager
-def _captured(
-    attention: nn.Module, patches: Sequence[int], *, keys: bool
-) -> Iterator[list[tuple[Tensor, Tensor | None]]]:
-    """While open, every call of `attention` leaves its patches' scores, [patches] float32.
-
-    Where `keys` is set, also their keys, mean over heads, [patches, head_dim] float32.
-
-    Args:
-        attention: vLLM's encoder attention: query and key arrive after rotary embedding, each
-            [1, patches, heads of this rank, head_dim]. Ranks sum their heads, so that all select alike.
-        patches: of each image, in the order in which they come, whole ones in each call.
-        keys: whether keys are wanted.
-    """
-    found: list[tuple[Tensor, Tensor | None]] = []
-    lengths = iter(patches)
-
-    def capture(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        query, key = kwargs["query"], kwargs["key"]
-        # Not vLLM's own bounds: a backend may have them in other units, and on the device.
-        bounds = [0]
-        while bounds[-1] < query.shape[1]:
-            bounds.append(bounds[-1] + next(lengths))
-        received = attention_received(query.flatten(0, 1), key.flatten(0, 1), bounds, module.scale)
-        own = key.flatten(0, 1).float().mean(1) if keys else None
-        ranks = get_tensor_model_parallel_world_size()
-        if ranks > 1:
-            received = tensor_model_parallel_all_reduce(received) / ranks
-            own = None if own is None else tensor_model_parallel_all_reduce(own) / ranks
-        found.append((received, own))
-
-    handle = attention.register_forward_pre_hook(capture, with_kwargs=True)
-    try:
-        yield found
-    finally:
-        handle.remove()
-    if not found:
-        raise RuntimeError("the scored layer of the vision encoder never ran its attention")

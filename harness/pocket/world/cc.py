@@ -104,7 +104,7 @@ def scenes(
     pixels, marks = painted(codec, draws, s, canvas)
     made, kinds = [], []
     for t in range(turns):
-        kind = draws.integers(0, len(KINDS), n)
+        kind = _kinds(draws, n, split)
         ask, options, letter, thing, fields = _question(codec, draws, s, kind, chinese)
         framed = draws.uniform(n) >= open_share
         pieces = [codec.constant("Question: ", n).where(framed), *ask]
@@ -115,6 +115,15 @@ def scenes(
         kinds.append(kind)
     none = torch.zeros(n, dtype=torch.int64, device=codec.device)
     return Drawn(pixels, 1, made, marks, kinds[0], KINDS, none)
+
+
+def _kinds(draws: Draws, n: int, split: str) -> Tensor:
+    """Kinds of questions, all as often when held out; colours more often in training.
+
+    A colour is what is left to learn when all else is answered: the icon's, not another's.
+    """
+    shares = (0, 1, 2, 2, 2, 3) if split != HELD_OUT else (0, 1, 2, 3)
+    return torch.tensor(shares, device=draws.generator.device)[draws.integers(0, len(shares), n)]
 
 
 def painted(codec: Codec, draws: Draws, s: Scene, canvas: tuple[int, int]) -> tuple[Tensor, Marks]:

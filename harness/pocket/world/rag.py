@@ -2,7 +2,8 @@
 
 Each picture shows an icon, what it is about, and a number, which step it shows; each sentence of a note
 says what to do in one step. Pictures stand in another order than the sentences, so that only
-reading them tells which is which. The answer goes through the steps of the thing that was asked for.
+reading them tells which is which. The question names a thing and how many steps it has; the answer
+goes through them.
 """
 
 from __future__ import annotations
@@ -116,11 +117,12 @@ def notes(
     ]
     digit = [codec.constant(str(i + 1), n) for i in range(MOST_STEPS)]
     title = [codec.said(names[topic[row, t]]) for t in range(len(steps))]
-    ask = (
-        [codec.constant("怎么做", n), title[0], codec.constant("？", n)]
-        if chinese
-        else [codec.constant("how do I fix the ", n), title[0], codec.constant("?", n)]
-    )
+    # The number of steps is told: what is asked here is which pictures, not when to stop.
+    before, after = ("步：", "怎么做"), "？"
+    if not chinese:
+        before, after = (" steps: ", "how do I fix the "), "?"
+    told = [codec.constant(text, n) for text in before]
+    ask = [digit[steps[0] - 1], *told, title[0], codec.constant(after, n)]
     heads = [
         _head(codec, title[t], digit[s], chinese) for t, m in enumerate(steps) for s in range(m)
     ]
