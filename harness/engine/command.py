@@ -71,8 +71,8 @@ def serve_environment(engine: EngineSettings, base: Mapping[str, str]) -> dict[s
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_PLUGINS": ",".join(_allowed_plugins(engine.plugin, base.get("VLLM_PLUGINS"))),
-        # Row kinds are written where the V1 model runner prepares a step.
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # Both runners are hooked; V1 is what was measured with.
+        "VLLM_USE_V2_MODEL_RUNNER": base.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",

@@ -379,6 +379,11 @@ def _received(
     return weights.sum(1).mean(0), k.mean(0)
 
 
+def kept_tokens(prompt: Prompt, ratio: Decimal, floor: int) -> tuple[Tensor, float]:
+    """Which vision tokens stay under the default budget rule, [vision tokens] bool, and how narrowly."""
+    return _kept(prompt, ratio, floor, "log_excess", 0.0)
+
+
 def _kept(
     prompt: Prompt, ratio: Decimal, floor: int, rule: str, merged: float
 ) -> tuple[Tensor, float]:

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import base64
 import io
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from harness.engine.plugin import steps as steps_of
 from harness.engine.plugin import telemetry
-from harness.engine.plugin.steps import row_kinds
+from harness.engine.plugin.routing import LEVER
+from harness.engine.plugin.steps import decoding, note_prepared, row_kinds
 from harness.engine.plugin.telemetry import (
     COUNTERS,
     Step,
@@ -171,7 +177,7 @@ def test_the_least_recently_used_groups_are_forgotten_first(
 def kinds(*requests: tuple[int, int, int], width: int = 1) -> list[int]:
     """Row kinds of requests given as (scheduled, computed, prompt)."""
     scheduled, computed, prompt = (np.array(column) for column in zip(*requests, strict=True))
-    got = row_kinds(scheduled, computed, prompt, width)
+    got = row_kinds(scheduled, decoding(scheduled, computed, prompt, width))
     assert got.dtype == np.uint8
     return got.tolist()
 
@@ -197,4 +203,49 @@ def test_mixed_batches_keep_their_order_and_speculation_its_width() -> None:
 
 def test_a_step_without_requests_has_no_rows() -> None:
     empty = np.array([], dtype=np.int64)
-    assert row_kinds(empty, empty, empty, 1).tolist() == []
+    assert row_kinds(empty, decoding(empty, empty, empty, 1)).tolist() == []
+
+
+@dataclass
+class Prepared:
+    """What notes of V2's `InputBatch` are taken from."""
+
+    req_ids: list[str]
+    num_scheduled_tokens: np.ndarray
+    is_prefilling_np: np.ndarray
+    num_tokens: int
+
+
+@pytest.fixture
+def lever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The routing lever with two layers, and nothing of it left behind."""
+    monkeypatch.setattr(LEVER, "layers", dict.fromkeys(range(LAYERS)))
+    for name, value in (
+        ("log", StepLog(LAYERS, CPU)),
+        ("row_kind", torch.zeros(16, dtype=torch.uint8)),
+    ):
+        monkeypatch.setattr(LEVER, name, value, raising=False)
+    monkeypatch.setattr(LEVER, "prepare", lambda device: None)
+    monkeypatch.setattr(steps_of, "REQUEST_GROUPS", OrderedDict())
+    yield
+
+
+def test_a_step_of_the_second_runner_is_noted(lever: None) -> None:
+    runner, output = SimpleNamespace(device=CPU), SimpleNamespace(scheduled_new_reqs=[])
+    LEVER.row_kind.fill_(9)
+    prefilling = np.array([False, True, False])
+    batch = Prepared(["a", "b", "c"], np.array([1, 4, 1]), prefilling, 6)
+    note_prepared(runner, output, batch)
+    assert LEVER.row_kind.tolist() == [DECODE, *[PREFILL] * 4, DECODE] + [0] * 10
+    assert LEVER.log is not None
+    for layer in range(LAYERS):
+        LEVER.log.write(layer, torch.zeros(len(COUNTERS), dtype=torch.int32))
+    step = LEVER.log.drain()[0][0]
+    assert (step.decode_requests, step.decode_rows, step.prefill_rows) == (("a", "c"), 2, 4)
+
+
+def test_rows_that_only_the_device_can_tell_apart_are_refused(lever: None) -> None:
+    runner, output = SimpleNamespace(device=CPU), SimpleNamespace(scheduled_new_reqs=[])
+    batch = Prepared(["a", "b"], np.array([4, 4]), np.array([False, False]), 6)
+    with pytest.raises(RuntimeError, match="adaptive verification"):
+        note_prepared(runner, output, batch)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections.abc import Iterable, Sequence
@@ -13,10 +14,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+)
 from vllm.multimodal import MULTIMODAL_REGISTRY
 
 from harness.engine.plugin import group as layout
 from harness.engine.plugin.scored import scored
+from harness.engine.plugin.shards import gathered, share_out
 from harness.engine.plugin.telemetry import VISION
 from kernels.visionzip.budget import split_budget
 from kernels.visionzip.contextual import contextual_targets, merge_contextual
@@ -48,11 +55,6 @@ class FusedGroups:
             raise ValueError(
                 "PruneRoute's vision lever cannot serve pipeline_parallel_size > 1: only the first "
                 "stage sees where kept tokens belong; use tensor parallelism"
-            )
-        if self.use_data_parallel:
-            raise ValueError(
-                "PruneRoute's vision lever cannot serve mm_encoder_tp_mode=data; leave it at "
-                "'weights'"
             )
         for option in ("cudagraph_mm_encoder", "compile_mm_encoder"):
             if getattr(vllm_config.compilation_config, option, False):
@@ -138,14 +140,68 @@ class FusedGroups:
         )
 
     def _features(self, pixel_values: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:
-        """Features of all tokens, [tokens, width]; a few images at a time, as memory allows."""
+        """Features of all tokens, [tokens, width]."""
+        return self._encoded(pixel_values, grids, None, keys=False)[0]
+
+    def _encoded(
+        self, pixel_values: Tensor, grids: Sequence[Sequence[int]], layer: int | None, *, keys: bool
+    ) -> tuple[Tensor, ...]:
+        """As `_encoded_here`, each image by one rank where ranks hold the encoder whole."""
+        ranks = get_tensor_model_parallel_world_size()
+        if not self.use_data_parallel or ranks == 1:
+            return self._encoded_here(pixel_values, grids, layer, keys=keys)
+        patches = [t * h * w for t, h, w in grids]
+        shares = share_out(patches, ranks)
+        mine = shares[get_tensor_model_parallel_rank()]
+        pixels = pixel_values.split(patches)
+        found = self._encoded_here(
+            torch.cat([pixels[i] for i in mine]) if mine else pixel_values[:0],
+            [grids[i] for i in mine],
+            layer,
+            keys=keys,
+        )
+        tokens = [n // self._merge_unit() for n in patches]
+        return tuple(
+            gathered(own, rows, shares, lambda t: tensor_model_parallel_all_gather(t, dim=0))
+            for own, rows in zip(found, (tokens, patches, patches), strict=False)
+        )
+
+    def _encoded_here(
+        self, pixel_values: Tensor, grids: Sequence[Sequence[int]], layer: int | None, *, keys: bool
+    ) -> tuple[Tensor, ...]:
+        """Encode a few images at a time, as memory allows, all of them on this rank.
+
+        Returns:
+            Features of all tokens, [tokens, width]; where `layer` scores, the attention that each
+            patch receives in it, [patches] float32; and if `keys`, the patches' keys there, [patches,
+            head_dim] float32.
+        """
         visual = self.visual
         patches = [t * h * w for t, h, w in grids]
+        attention = None if layer is None else visual.blocks[layer].attn.attn
+        if not patches:
+            head = 0 if attention is None else attention.head_size
+            dtype = next(visual.parameters()).dtype
+            nothing = pixel_values.new_zeros((0, visual.out_hidden_size), dtype=dtype)
+            scores = pixel_values.new_zeros(0, dtype=torch.float32)
+            own_keys = pixel_values.new_zeros((0, head), dtype=torch.float32)
+            return (nothing,) if layer is None else (nothing, scores, own_keys)[: 2 + keys]
         out = []
-        for first, end in layout.micro_batches(patches, self._patches_at_once):
-            own, pixel_values = pixel_values.split([sum(patches[first:end]), sum(patches[end:])])
-            out.append(visual(own, grid_thw=[list(g) for g in grids[first:end]]))
-        return out[0] if len(out) == 1 else torch.cat(out)
+        with contextlib.ExitStack() as stack:
+            captured = []
+            if attention is not None:
+                sharded = not self.use_data_parallel
+                captured = stack.enter_context(
+                    scored(attention, patches, keys=keys, sharded=sharded)
+                )
+            for first, end in layout.micro_batches(patches, self._patches_at_once):
+                sizes = [sum(patches[first:end]), sum(patches[end:])]
+                own, pixel_values = pixel_values.split(sizes)
+                out.append(visual(own, grid_thw=[list(g) for g in grids[first:end]]))
+        features = out[0] if len(out) == 1 else torch.cat(out)
+        received = (torch.cat([r for r, _ in captured]),) if captured else ()
+        found_keys = (torch.cat([k for _, k in captured if k is not None]),) if keys else ()
+        return (features, *received, *found_keys)
 
     def _zipped(
         self,
@@ -180,17 +236,11 @@ class FusedGroups:
             [tokens, width]; [tokens] float32; [tokens, head_dim] float32 or None.
         """
         unit = self._merge_unit()
-        attention = self.visual.blocks[layer].attn.attn
-        patches = [t * h * w for t, h, w in grids]
-        sharded = not self.use_data_parallel
-        with scored(attention, patches, keys=keys, sharded=sharded) as captured:
-            features = self._features(pixel_values, grids)
-        received, found_keys = zip(*captured, strict=True)
-        scores = self._to_raster(merge_unit_scores(torch.cat(received), unit), grids)
+        features, received, *found_keys = self._encoded(pixel_values, grids, layer, keys=keys)
+        scores = self._to_raster(merge_unit_scores(received, unit), grids)
         if not keys:
             return features, scores, None
-        patch_keys = torch.cat(found_keys)
-        token_keys = patch_keys.view(len(features), unit, -1).mean(1)
+        token_keys = found_keys[0].view(len(features), unit, -1).mean(1)
         return features, scores, self._to_raster(token_keys, grids)
 
     def _to_raster(self, values: Tensor, grids: Sequence[Sequence[int]]) -> Tensor:

@@ -20,10 +20,10 @@ REQUEST_GROUPS: OrderedDict[str, list[int]] = OrderedDict()
 """Request id → keys of its image groups, in order."""
 
 
-def row_kinds(
+def decoding(
     scheduled: np.ndarray, computed: np.ndarray, prompt: np.ndarray, decode_width: int
 ) -> np.ndarray:
-    """Kind of every row of a step.
+    """Which requests of a step decode.
 
     A request decodes once its whole prompt is computed and the step gives it no more than a decode
     step's rows; tokens computed anew after preemption come in longer runs and count as prefill.
@@ -33,11 +33,22 @@ def row_kinds(
         decode_width: rows of one decoding request, 1 + speculative tokens.
 
     Returns:
+        [requests] bool.
+    """
+    return (computed >= prompt) & (scheduled <= decode_width)
+
+
+def row_kinds(scheduled: np.ndarray, decodes: np.ndarray) -> np.ndarray:
+    """Kind of every row of a step.
+
+    Args:
+        scheduled: [requests] rows of each.
+        decodes: [requests] bool.
+
+    Returns:
         [Σ scheduled] uint8 of `PREFILL` and `DECODE`.
     """
-    decodes = (computed >= prompt) & (scheduled <= decode_width)
-    kinds = np.where(decodes, DECODE, PREFILL).astype(np.uint8)
-    return np.repeat(kinds, scheduled)
+    return np.repeat(np.where(decodes, DECODE, PREFILL).astype(np.uint8), scheduled)
 
 
 def note_requests(new_requests: Sequence[Any]) -> None:
@@ -55,21 +66,63 @@ def note_requests(new_requests: Sequence[Any]) -> None:
 
 
 def before_step(runner: Any, scheduler_output: Any) -> None:
-    """Write the step's row kinds and open its counters. `runner`: vLLM's V1 model runner."""
+    """Before a step of vLLM's V1 model runner: note what is in it.
+
+    Args:
+        runner: V1's `GPUModelRunner`.
+        scheduler_output: what it is about to prepare.
+    """
     note_requests(scheduler_output.scheduled_new_reqs)
     if not LEVER.layers or LEVER.refusal:
         return
-    LEVER.prepare(runner.device)
     batch = runner.input_batch
     n = batch.num_reqs
     ids = batch.req_ids[:n]
     scheduled = np.array([scheduler_output.num_scheduled_tokens[r] for r in ids])
     computed, prompt = batch.num_computed_tokens_cpu[:n], batch.num_prompt_tokens[:n]
     width = 1 + getattr(runner, "num_spec_tokens", 0)
-    kinds = row_kinds(scheduled, computed, prompt, width)
+    _begin_step(runner.device, ids, scheduled, decoding(scheduled, computed, prompt, width))
+
+
+def note_prepared(runner: Any, scheduler_output: Any, batch: Any) -> None:
+    """Once vLLM's V2 model runner has prepared a step: note what is in it.
+
+    Args:
+        runner: V2's `GPUModelRunner`.
+        scheduler_output: what it was prepared from.
+        batch: the `InputBatch` that it made. What is computed anew after preemption is prefill in it.
+
+    Raises:
+        RuntimeError: only the device knows which rows belong to which request (speculative decoding
+            with adaptive verification).
+    """
+    note_requests(scheduler_output.scheduled_new_reqs)
+    if not LEVER.layers or LEVER.refusal:
+        return
+    scheduled = np.asarray(batch.num_scheduled_tokens)
+    if int(scheduled.sum()) != batch.num_tokens:
+        raise RuntimeError(
+            f"{batch.num_tokens} rows of a step for {int(scheduled.sum())} scheduled tokens: "
+            "PruneRoute cannot tell decoding rows under adaptive verification; turn it off"
+        )
+    _begin_step(runner.device, batch.req_ids, scheduled, ~np.asarray(batch.is_prefilling_np))
+
+
+def _begin_step(
+    device: torch.device, ids: Sequence[str], scheduled: np.ndarray, decodes: np.ndarray
+) -> None:
+    """Write the kinds of a step's rows and open its counters.
+
+    Args:
+        device: of the model.
+        ids: requests in the order of their rows.
+        scheduled: [requests] rows.
+        decodes: [requests] bool, whether they are a decode step's.
+    """
+    LEVER.prepare(device)
+    kinds = row_kinds(scheduled, decodes)
     LEVER.row_kind[: len(kinds)] = torch.from_numpy(kinds).to(LEVER.row_kind.device)
     LEVER.row_kind[len(kinds) :] = 0
-    decodes = (computed >= prompt) & (scheduled <= width)
     decode_rows = int(scheduled[decodes].sum())
     assert LEVER.log is not None
     LEVER.log.begin(
@@ -80,7 +133,7 @@ def before_step(runner: Any, scheduler_output: Any) -> None:
 
 
 def install() -> None:
-    """Call `before_step` when the V1 model runner prepares a step. Idempotent."""
+    """Have the model runners, of both kinds where there are two, note every step. Idempotent."""
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if getattr(GPUModelRunner._prepare_inputs, "wraps_for_pruneroute", False):
@@ -93,3 +146,19 @@ def install() -> None:
 
     prepare_inputs.wraps_for_pruneroute = True  # type: ignore[attr-defined]
     GPUModelRunner._prepare_inputs = prepare_inputs
+    if torch.cuda.is_available():
+        # Its module needs Triton.
+        _install_v2()
+
+
+def _install_v2() -> None:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    prepare = GPUModelRunner.prepare_inputs
+
+    def prepare_inputs(self: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        batch = prepare(self, scheduler_output, *args, **kwargs)
+        note_prepared(self, scheduler_output, batch)
+        return batch
+
+    GPUModelRunner.prepare_inputs = prepare_inputs

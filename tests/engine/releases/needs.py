@@ -328,7 +328,23 @@ NEEDS: tuple[Need, ...] = (
     ),
     Takes(f"{_MODELS}.qwen2_5_vl:Qwen2_5_VisionTransformer.get_window_index_thw", 3),
     IsCalled(f"{_MODELS}.qwen2_5_vl:Qwen2_5_VisionAttention.__init__", "MMEncoderAttention"),
-    Has("vllm.model_executor.layers.attention.mm_encoder_attention:MMEncoderAttention", ("scale",)),
+    # -- scored.py
+    Has(
+        "vllm.model_executor.layers.attention.mm_encoder_attention:MMEncoderAttention",
+        ("scale", "is_flash_attn_backend"),
+    ),
+    IsCalled(
+        "vllm.v1.attention.ops.vit_attn_wrappers:flash_attn_maxseqlen_wrapper",
+        "flash_attn_varlen_func",
+        3,
+        ("cu_seqlens_q", "max_seqlen_q"),
+    ),
+    Says(
+        "vllm/v1/attention/ops/vit_attn_wrappers.py",
+        ("from vllm.v1.attention.backends.fa_utils import flash_attn_varlen_func",),
+    ),
+    Says("vllm/v1/attention/backends/flash_attn.py", ("return_softmax_lse=True",)),
+    Exists("vllm.distributed:tensor_model_parallel_all_gather"),
     Takes("vllm.distributed:get_tensor_model_parallel_world_size", method=False),
     Takes("vllm.distributed:tensor_model_parallel_all_reduce", 1, method=False),
     Exists("vllm.multimodal:MULTIMODAL_REGISTRY"),
@@ -392,6 +408,13 @@ NEEDS: tuple[Need, ...] = (
     Takes(f"{_RUNNER}._prepare_inputs", 2),
     IsCalled(_RUNNER, "self._prepare_inputs", 2),
     Has(_RUNNER, ("device", "input_batch", "num_spec_tokens")),
+    Exists(f"{_RUNNER_V2}.prepare_inputs"),
+    IsCalled(_RUNNER_V2, "self.prepare_inputs", 1),
+    Has(_RUNNER_V2, ("device",)),
+    Has(
+        "vllm.v1.worker.gpu.input_batch:InputBatch",
+        ("req_ids", "num_scheduled_tokens", "is_prefilling_np", "num_tokens"),
+    ),
     Has(
         "vllm.v1.worker.gpu_input_batch:InputBatch",
         ("num_reqs", "req_ids", "num_computed_tokens_cpu", "num_prompt_tokens"),
@@ -402,12 +425,6 @@ NEEDS: tuple[Need, ...] = (
     ),
     Has("vllm.v1.core.sched.output:NewRequestData", ("req_id", "mm_features")),
     Exists("vllm.v1.worker.cpu_model_runner:CPUModelRunner"),
-    # What `before_step` would read of the V2 model runner, which `harness.engine.command` rules out.
-    Exists(f"{_RUNNER_V2}.prepare_inputs"),
-    Has(
-        "vllm.v1.worker.gpu.input_batch:InputBatch",
-        ("req_ids", "num_reqs", "num_scheduled_tokens", "num_computed_tokens_np", "prefill_len_np"),
-    ),
     # -- harness/engine/command.py
     Says(
         "vllm/envs.py",
