@@ -26,6 +26,7 @@ from harness.calibration import PROTECTION_FILE
 from harness.cell import run_cell
 from harness.datasets import ccbench
 from harness.datasets.sample import Sample
+from harness.doctor import has_bfloat16, read_cpu
 from harness.engine.checkpoint import read_checkpoint
 from harness.engine.engine import Engine, running
 from harness.engine.server import EngineError
@@ -100,7 +101,9 @@ def balanced(path: Path, *, questions: int, seed: int) -> tuple[Sample, ...]:
 _LETTERS = "ABCD"
 
 
-def entries(n: int, *, quick: bool, model: Path | None) -> tuple[Prepared, tuple[Entry, ...]]:
+def entries(
+    n: int, *, quick: bool, model: Path | None, dtype: str
+) -> tuple[Prepared, tuple[Entry, ...]]:
     """Everything that is to be asked, checked, in the order of the table; draws sets on first use.
 
     Raises:
@@ -111,7 +114,7 @@ def entries(n: int, *, quick: bool, model: Path | None) -> tuple[Prepared, tuple
     protection = folder / PROTECTION_FILE
     data = {t: ensure_set(t.task, n, SEED, band=t.band) for t in TASKS}
     pairs = [
-        (arm, task, settings_of(arm, task, n=n, model=model, data=data[task]))
+        (arm, task, settings_of(arm, task, n=n, model=model, data=data[task], dtype=dtype))
         for arm in arms(quick=quick, protection=protection if protection.is_file() else None)
         for task in arm.tasks
     ]
@@ -242,11 +245,13 @@ def say(words: str) -> None:
 # -- command line -----------------------------------------------------------------------------------
 
 
-def evaluate(n: int, *, quick: bool, model: Path | None, out: Path | None) -> int:
+def evaluate(
+    n: int, *, quick: bool, model: Path | None, out: Path | None, dtype: str = "bfloat16"
+) -> int:
     """Ask, write and print everything; gives the exit status."""
     started = time.monotonic()
     try:
-        prepared, wanted = entries(n, quick=quick, model=model)
+        prepared, wanted = entries(n, quick=quick, model=model, dtype=dtype)
         run, finished = _open(prepared, out)
     except (ValueError, ResultsError, OSError) as error:
         say(f"error: {error}")
@@ -293,11 +298,21 @@ def main() -> int:
     )
     add("--n", type=int, default=200, help="questions of each set (200)")
     add("--quick", action="store_true", help="about a third of the arms")
+    add(
+        "--dtype",
+        choices=("auto", "bfloat16", "float32"),
+        default="auto",
+        help="that the engine computes in (auto: bfloat16 where the processor has it)",
+    )
     args = parser.parse_args()
+    dtype = args.dtype
+    if dtype == "auto":
+        dtype = "bfloat16" if has_bfloat16(read_cpu()[1]) else "float32"
+        say(f"the engine computes in {dtype}")
     if not 1 <= args.n <= PASS_STEP:
         parser.error(f"--n {args.n}: takes a whole number from 1 to {PASS_STEP}")
     model = None if args.model is None else args.model.resolve()
-    return evaluate(args.n, quick=args.quick, model=model, out=args.out)
+    return evaluate(args.n, quick=args.quick, model=model, out=args.out, dtype=dtype)
 
 
 if __name__ == "__main__":

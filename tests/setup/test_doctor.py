@@ -101,6 +101,10 @@ def test_cpu():
     assert (model, flags) == ("Some CPU", frozenset({"fpu", "avx2", "avx512f"}))
     fit = doctor.judge_cpu(model, "x86_64", flags, 2, "cpu")
     assert fit.mark == OK and "avx2 avx512f (not: avx512_bf16 amx_bf16)" in fit.text
+    assert "engine.dtype=float32 is faster" in fit.text
+    assert "emulates" not in doctor.judge_cpu(model, "x86_64", flags, 2, "gpu").text
+    new = flags | {"avx512_bf16"}
+    assert "emulates" not in doctor.judge_cpu(model, "x86_64", new, 2, "cpu").text
     assert doctor.judge_cpu(model, "x86_64", flags, 1, "cpu").mark == WARN
     assert doctor.judge_cpu(model, "x86_64", frozenset(), 8, "cpu").mark == MISSING
     assert doctor.judge_cpu(model, "x86_64", frozenset(), 8, "gpu").mark == OK

@@ -119,7 +119,9 @@ def _sere(k: int, rho: float) -> dict[str, Any]:
     return {"policy": "sere", "primary_experts": k, "similarity_threshold": rho}
 
 
-def settings_of(arm: Arm, task: Task, *, n: int, model: Path | None, data: Path) -> Settings:
+def settings_of(
+    arm: Arm, task: Task, *, n: int, model: Path | None, data: Path, dtype: str = "bfloat16"
+) -> Settings:
     """The settings of one cell: the defaults of `conf/`, a closed load, and the arm's levers.
 
     Args:
@@ -128,6 +130,7 @@ def settings_of(arm: Arm, task: Task, *, n: int, model: Path | None, data: Path)
         n: how many questions, each once.
         model: the checkpoint; `None` for the bundled one.
         data: the set's file.
+        dtype: that the engine computes in.
 
     Raises:
         harness.settings.SettingsError: they contradict each other.
@@ -139,6 +142,7 @@ def settings_of(arm: Arm, task: Task, *, n: int, model: Path | None, data: Path)
         group: OmegaConf.to_container(OmegaConf.load(conf / group / f"{choice}.yaml"))
         for group, choice in choices.items()
     }
+    tree["engine"] |= {"dtype": dtype}
     tree["model"] |= {"path": None if model is None else str(model)}
     if model is not None:
         tree["model"]["name"] = model.name
