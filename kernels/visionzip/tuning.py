@@ -93,6 +93,8 @@ TUNINGS: dict[str, Tuning] = {
     "descriptor_keys_256": Tuning(block_k=256, descriptor=True),
     "persistent": Tuning(persistent=4, registers=128),
     "heads_first": Tuning(heads_first=True),
+    "heads_first_stages_3": Tuning(heads_first=True, stages=3),
+    "heads_first_polynomial_4": Tuning(heads_first=True, stages=3, polynomial=4),
     "masked": Tuning(peel=False),
     "unfolded": Tuning(fold=False),
 }

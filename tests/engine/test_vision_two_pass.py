@@ -104,6 +104,7 @@ def said(server_with: Any, tmp_path_factory: pytest.TempPathFactory, cases: list
         paths = [str(site), str(root), os.environ.get("PYTHONPATH", "")]
         patch.setenv("PYTHONPATH", os.pathsep.join(p for p in paths if p))
         patch.setenv("VLLM_PLUGINS", "two_pass")
+        patch.syspath_prepend(str(site))  # where the harness looks which plugins there are
         with server_with(plugin=False, extra_args=flags) as server:
 
             def one(case: Case, rows: Path) -> Answer:

@@ -205,7 +205,7 @@ def world(ratios: Sequence[float] = RATIOS) -> dict[Key, Measured]:
                 found[arm, task.name] = made_up(task, "vision", arm, right, **row)
     for task in (OCR_LARGE, OCR_FINE, RAG):
         for arm, right, after in (
-            (topk_arm(2, renormalize=True), 0.4, 6.0),
+            (topk_arm(2), 0.4, 6.0),
             (sere_arm(2, 0.5), 0.95, 12.0),
             (sere_arm(2, 0.3), 0.9, 10.0),
             (sere_arm(2, 0.0), 0.6, 8.0),
@@ -245,7 +245,7 @@ def test_each_goal_is_missed_by_what_it_is_about() -> None:
     assert missed == ["fine print falls before large print", "ocr_fine falls before cc"]
 
     found = world()
-    top2 = topk_arm(2, renormalize=True)
+    top2 = topk_arm(2)
     found[top2, RAG.name] = made_up(RAG, "routing", top2, 0.95)
     given = by_goal(found)
     assert given["rag: plain top-2 loses much (>= 0.1)"].met is False

@@ -74,9 +74,9 @@ def vision_arm(policy: str, ratio: float) -> str:
     return f"{policy} {ratio:g}"
 
 
-def topk_arm(k: int, *, renormalize: bool) -> str:
+def topk_arm(k: int) -> str:
     """Name of an arm that drops secondary experts."""
-    return f"top-{k}" if renormalize else f"top-{k}, not renormalized"
+    return f"top-{k}"
 
 
 def sere_arm(k: int, rho: float, *, protected: bool = False) -> str:
@@ -101,9 +101,7 @@ def arms(*, quick: bool, protection: Path | None) -> Iterator[Arm]:
 
 
 def _routings(quick: bool, protection: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    for renormalize in (True,) if quick else (True, False):
-        setting = {"policy": "topk", "primary_experts": 2, "renormalize": renormalize}
-        yield topk_arm(2, renormalize=renormalize), setting
+    yield topk_arm(2), {"policy": "topk", "primary_experts": 2, "renormalize": True}
     for rho in QUICK_RHOS if quick else RHOS:
         yield sere_arm(2, rho), _sere(2, rho)
     if quick:

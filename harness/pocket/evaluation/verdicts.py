@@ -153,7 +153,7 @@ def _beats_random(found: Found, task: Task) -> Verdict:
 
 
 def _routing(found: Found) -> Iterator[Verdict]:
-    topk = topk_arm(2, renormalize=True)
+    topk = topk_arm(2)
     for name, tasks in _GROUPS:
         goal = f"{name}: plain top-2 loses much (>= {MUCH:g})"
         loss = _difference(found, tasks, FULL, topk)
