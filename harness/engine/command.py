@@ -68,11 +68,12 @@ def serve_command(
 def serve_environment(engine: EngineSettings, base: Mapping[str, str]) -> dict[str, str]:
     """Environment of the server: dev-mode endpoints, the plugin in or out, nothing from a hub."""
     environment = dict(base)
+    v2 = base.get("VLLM_USE_V2_MODEL_RUNNER") or "0"
     environment |= {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_PLUGINS": ",".join(_allowed_plugins(engine.plugin, base.get("VLLM_PLUGINS"))),
-        # Both runners are hooked; V1 is what was measured with.
-        "VLLM_USE_V2_MODEL_RUNNER": base.get("VLLM_USE_V2_MODEL_RUNNER", "0"),
+        # On a GPU both runners are hooked; V1 is what was measured with.
+        "VLLM_USE_V2_MODEL_RUNNER": v2 if engine.kind == "gpu" else "0",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "PYTHONUNBUFFERED": "1",

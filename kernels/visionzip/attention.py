@@ -36,19 +36,19 @@ def scores(
     The same input gives the same bits. An image's scores do not depend on the others in the batch.
     Shards of heads, each divided by `total_heads`, add up to the scores of all heads, though the
     last bit may depend on how many shards there were. Where it must not, gather the shards of
-    `kernels.visionzip.column_sums.head_scores` in order and apply `mean_heads`.
+    `head_scores` in order and apply `mean_heads`.
 
     Args:
-        query, key: [tokens, heads, head_dim], after rotary embedding. On a GPU bfloat16 or float16
-            of head_dim 64, 72, 80, 96 or 128, elsewhere any floating dtype; views with strides may
-            be given.
+        query, key: [tokens, heads, head_dim], after rotary embedding; any floating dtype, views with
+            strides too. Triton takes bfloat16 and float16 of head_dim 64, 72, 80, 96 or 128; PyTorch
+            does the rest.
         cu_seqlens: [images + 1], first token of every image and the total; int32 or int64 if a
             tensor. Values on the host are checked. Values on a GPU are not, since the host would
             have to wait for them; the kernels then keep to the tensors' bounds, and tokens in no
             image get undefined scores.
         scale: factor on the dot products; positive.
         lse: [heads, tokens] float32, natural logarithm, as FlashAttention returns it. Without it
-            a GPU takes one more pass. Not read elsewhere.
+            Triton takes one more pass. PyTorch does not read it.
         host_bounds: the values of `cu_seqlens`, if the host has them too: they are then checked.
         total_heads: heads of the whole layer where these are a shard of them.
         tuning: how the GPU's kernel cuts its work.
@@ -58,7 +58,7 @@ def scores(
         of heads that were given.
 
     Raises:
-        ValueError: shapes, dtypes or devices disagree or are not supported; bounds known to the
+        ValueError: shapes, dtypes or devices disagree; bounds known to the
             host do not ascend from 0 to `tokens` or hold an empty image.
     """
     heads = query.shape[1] if query.dim() == 3 else 0
@@ -88,8 +88,7 @@ def head_scores(
     """Attention that each token receives, head by head; what `mean_heads` turns into `scores`.
 
     Args:
-        query, key, cu_seqlens, scale, lse, host_bounds, tuning: as for `scores`. On a GPU where
-            `runs_triton` is false PyTorch computes.
+        query, key, cu_seqlens, scale, lse, host_bounds, tuning: as for `scores`.
 
     Returns:
         [heads, tokens] float32 on the inputs' device.
@@ -127,7 +126,7 @@ def mean_heads(parts: Tensor, total_heads: int) -> Tensor:
         from kernels.visionzip import column_sums
 
         return column_sums.mean_heads(parts, total_heads)
-    total = torch.zeros(parts.shape[1], dtype=torch.float32)
+    total = parts.new_zeros(parts.shape[1])
     for part in parts:
         total += part
     return total / total_heads

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from harness.engine.plugin import group as layout
-from harness.engine.plugin import model
+from harness.engine.plugin import model, scored
 
 GRIDS = [(1, 4, 6), (1, 2, 2), (1, 8, 4), (1, 2, 10), (1, 4, 4)]
 WIDTH, HEADS = 8, 2
@@ -69,6 +69,7 @@ class Model(model.FusedGroups):
             vision_config=types.SimpleNamespace(spatial_merge_size=2)
         )
         self._patches_at_once = limit
+        self.use_data_parallel = False
 
 
 @pytest.mark.parametrize("policy", ["none", "visionzip", "random", "grid"])
@@ -77,7 +78,7 @@ class Model(model.FusedGroups):
 def test_micro_batches_change_nothing(
     policy: str, contextual: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(model, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(scored, "get_tensor_model_parallel_world_size", lambda: 1)
     torch.manual_seed(0)
     tower = Tower()
     pixels = torch.randn(sum(t * h * w for t, h, w in GRIDS), WIDTH)
@@ -106,11 +107,31 @@ def test_micro_batches_change_nothing(
 
 @pytest.mark.parametrize("option", ["cudagraph_mm_encoder", "compile_mm_encoder"])
 def test_an_encoder_that_calls_no_hooks_is_refused(option: str) -> None:
-    served = Model(Tower(), 1)
-    served.use_data_parallel = False
-    config = types.SimpleNamespace(
-        parallel_config=types.SimpleNamespace(pipeline_parallel_size=1),
-        compilation_config=types.SimpleNamespace(**{option: True}),
-    )
+    config = config_with(compilation_config=types.SimpleNamespace(**{option: True}))
     with pytest.raises(ValueError, match=f"{option}=true.*leave it at false"):
-        served._start_groups(config)
+        Model(Tower(), 1)._start_groups(config)
+
+
+def config_with(**changes: object) -> types.SimpleNamespace:
+    """As far as it is read before anything is refused."""
+    parallel = types.SimpleNamespace(pipeline_parallel_size=1, use_ubatching=False)
+    return types.SimpleNamespace(**{"parallel_config": parallel, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"parallel_config": {"pipeline_parallel_size": 2}}, "pipeline_parallel_size > 1"),
+        (
+            {"parallel_config": {"pipeline_parallel_size": 1, "use_ubatching": True}},
+            "cut in two.*leave them off",
+        ),
+        ({"speculative_config": {"method": "mtp"}}, "speculative decoding by 'mtp'.*ngram"),
+    ],
+)
+def test_what_would_lose_positions_is_refused(
+    changes: dict[str, dict[str, object]], reason: str
+) -> None:
+    config = config_with(**{k: types.SimpleNamespace(**v) for k, v in changes.items()})
+    with pytest.raises(ValueError, match=reason):
+        Model(Tower(), 1)._start_groups(config)

@@ -225,6 +225,7 @@ def lever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("row_kind", torch.zeros(16, dtype=torch.uint8)),
     ):
         monkeypatch.setattr(LEVER, name, value, raising=False)
+    monkeypatch.setattr(LEVER, "refusal", None)
     monkeypatch.setattr(LEVER, "prepare", lambda device: None)
     monkeypatch.setattr(steps_of, "REQUEST_GROUPS", OrderedDict())
     yield
@@ -244,8 +245,20 @@ def test_a_step_of_the_second_runner_is_noted(lever: None) -> None:
     assert (step.decode_requests, step.decode_rows, step.prefill_rows) == (("a", "c"), 2, 4)
 
 
-def test_rows_that_only_the_device_can_tell_apart_are_refused(lever: None) -> None:
-    runner, output = SimpleNamespace(device=CPU), SimpleNamespace(scheduled_new_reqs=[])
+@pytest.mark.parametrize(
+    ("attribute", "value", "reason"),
+    [
+        ("adaptive_verification", object(), "adaptive verification"),
+        ("parallel_config", SimpleNamespace(use_ubatching=True), "enable_dbo"),
+    ],
+)
+def test_rows_that_nobody_can_tell_apart_are_refused(
+    lever: None, attribute: str, value: object, reason: str
+) -> None:
+    runner = SimpleNamespace(device=CPU, **{attribute: value})
+    output = SimpleNamespace(scheduled_new_reqs=[])
     batch = Prepared(["a", "b"], np.array([4, 4]), np.array([False, False]), 6)
-    with pytest.raises(RuntimeError, match="adaptive verification"):
-        note_prepared(runner, output, batch)
+    note_prepared(runner, output, batch)
+    assert LEVER.refusal is not None
+    assert reason in LEVER.refusal
+    assert LEVER.row_kind.tolist() == [0] * 16

@@ -14,6 +14,7 @@ from harness.engine.plugin.model import FusedGroups
 from harness.engine.plugin.scored import scored
 from harness.engine.server import free_port
 from kernels.visionzip.attention import head_scores, mean_heads
+from kernels.visionzip.reference import attention_received
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 
@@ -115,6 +116,7 @@ def test_two_ranks_find_what_one_does(tmp_path: Path) -> None:
     query, key = patches().view(-1, 2, HEADS, DIM).unbind(1)
     bounds = [0, *torch.tensor(LENGTHS).cumsum(0).tolist()]
     want = mean_heads(head_scores(query, key, bounds, SCALE), HEADS)
+    assert torch.allclose(want, attention_received(query, key, bounds, SCALE), rtol=1e-6)
     for rank in range(RANKS):
         found = torch.load(tmp_path / f"{rank}.pt")
         scores, keys = found["heads"]

@@ -33,6 +33,9 @@ from kernels.visionzip.selection import BUDGETS, grid_tokens, select, select_tok
 
 logger = logging.getLogger("vllm.pruneroute")
 
+_BY_TEXT = ("ngram", "suffix")
+"""Ways of speculative decoding that look at the text alone."""
+
 
 class FusedGroups:
     """Mixed in before a Qwen-VL class: image items are groups, and rows carry their positions.
@@ -55,6 +58,18 @@ class FusedGroups:
             raise ValueError(
                 "PruneRoute's vision lever cannot serve pipeline_parallel_size > 1: only the first "
                 "stage sees where kept tokens belong; use tensor parallelism"
+            )
+        if getattr(parallel, "use_ubatching", False):
+            raise ValueError(
+                "PruneRoute cannot serve batches that are cut in two (enable_dbo, ubatch_size): each "
+                "half would get the positions of the first; leave them off"
+            )
+        drafts = getattr(vllm_config, "speculative_config", None)
+        if drafts is not None and drafts.method not in _BY_TEXT:
+            raise ValueError(
+                f"PruneRoute's vision lever cannot serve speculative decoding by {drafts.method!r}: a "
+                "draft model would be handed the rows of a group as they are; use one of "
+                f"{', '.join(_BY_TEXT)}"
             )
         for option in ("cudagraph_mm_encoder", "compile_mm_encoder"):
             if getattr(vllm_config.compilation_config, option, False):
@@ -147,8 +162,8 @@ class FusedGroups:
         self, pixel_values: Tensor, grids: Sequence[Sequence[int]], layer: int | None, *, keys: bool
     ) -> tuple[Tensor, ...]:
         """As `_encoded_here`, each image by one rank where ranks hold the encoder whole."""
-        ranks = get_tensor_model_parallel_world_size()
-        if not self.use_data_parallel or ranks == 1:
+        ranks = get_tensor_model_parallel_world_size() if self.use_data_parallel else 1
+        if ranks == 1:
             return self._encoded_here(pixel_values, grids, layer, keys=keys)
         patches = [t * h * w for t, h, w in grids]
         shares = share_out(patches, ranks)
@@ -181,10 +196,10 @@ class FusedGroups:
         attention = None if layer is None else visual.blocks[layer].attn.attn
         if not patches:
             head = 0 if attention is None else attention.head_size
-            dtype = next(visual.parameters()).dtype
-            nothing = pixel_values.new_zeros((0, visual.out_hidden_size), dtype=dtype)
-            scores = pixel_values.new_zeros(0, dtype=torch.float32)
-            own_keys = pixel_values.new_zeros((0, head), dtype=torch.float32)
+            weight = next(visual.parameters())
+            nothing = weight.new_zeros((0, visual.out_hidden_size))
+            scores = weight.new_zeros(0, dtype=torch.float32)
+            own_keys = weight.new_zeros((0, head), dtype=torch.float32)
             return (nothing,) if layer is None else (nothing, scores, own_keys)[: 2 + keys]
         out = []
         with contextlib.ExitStack() as stack:
@@ -332,7 +347,10 @@ class FusedGroups:
         if positions.dim() == 2:
             # In place, in the runner's own buffer, which it fills anew for every step: compiled
             # code and captured graphs have that buffer's address and strides built in, unchecked.
-            positions += self._row_offsets[:, : positions.shape[1]]
+            offsets = self._row_offsets[:, : positions.shape[1]]
+            positions += offsets
+            # Idle steps of a data-parallel rank bring neither new positions nor new rows.
+            offsets.zero_()
         return super().forward(  # type: ignore[misc]
             input_ids, positions, intermediate_tensors, inputs_embeds, **kwargs
         )

@@ -99,7 +99,7 @@ class RoutingLever:
         n, e = len(self.layers), self.experts
         self._rank = {index: i for i, index in enumerate(sorted(self.layers))}
         self.log = StepLog(n, device)
-        # Rows are padding until a step says otherwise: dummy runs must neither move nor count.
+        # Rows are padding until a step says otherwise.
         self.row_kind = torch.zeros(self.max_rows, dtype=torch.uint8, device=device)
         self.similarity = torch.eye(e, device=device).repeat(n, 1, 1)
         self.protected = torch.zeros(n, e, dtype=torch.bool, device=device)

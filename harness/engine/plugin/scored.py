@@ -1,9 +1,8 @@
 """Scores of a batch of patches, taken while the vision encoder runs its scored layer.
 
-The layer's queries and keys are seen at its attention's door. FlashAttention gives away the
-log-sum-exp that it computes in any case, and the kernels need no pass of their own for it; only the
-scored layer is asked, nothing else about the encoder changes. Other backends keep theirs, and the
-kernels compute it.
+The layer's queries and keys are seen at its attention's door. FlashAttention gives away its
+log-sum-exp, and the kernels need no pass of their own for it; only the scored layer is asked, nothing
+else about the encoder changes. Other backends keep theirs, and the kernels compute it.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from vllm.distributed import (
     tensor_model_parallel_all_gather,
     tensor_model_parallel_all_reduce,
 )
+from vllm.platforms import current_platform
 from vllm.v1.attention.backends import fa_utils
 
 from kernels.visionzip.attention import head_scores, mean_heads, runs_triton
@@ -47,10 +47,11 @@ def scored(
         patches: of each image, in the order in which they come, whole ones in each call.
         keys: whether keys are wanted.
         sharded: whether ranks hold different heads. They are gathered in order before they are
-            added up, so that every number of ranks gives the same scores, and every rank.
+            added up, so that every rank has the same scores, and the same queries, keys and
+            log-sum-exps give the same at every number of ranks.
 
     Raises:
-        RuntimeError: at the end, if the layer never ran.
+        RuntimeError: the layer never ran, or on more patches than there are.
     """
     found: list[Found] = []
     lengths = iter(patches)
@@ -61,7 +62,9 @@ def scored(
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         query, key = kwargs["query"].flatten(0, 1), kwargs["key"].flatten(0, 1)
         inputs.append((query, key))
-        if getattr(module, "is_flash_attn_backend", False) and runs_triton(query):
+        # ROCm's function of that name has other arguments.
+        flash = current_platform.is_cuda() and getattr(module, "is_flash_attn_backend", False)
+        if flash and runs_triton(query):
             patched.enter_context(_entropies_kept(entropies))
 
     def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Tensor) -> None:
@@ -70,7 +73,12 @@ def scored(
         # Not vLLM's own bounds: a backend may have them in other units, and on the device.
         bounds = [0]
         while bounds[-1] < query.shape[0]:
-            bounds.append(bounds[-1] + next(lengths))
+            length = next(lengths, None)
+            if length is None:
+                raise RuntimeError(
+                    f"the scored layer saw more patches than the {sum(patches)} of the images"
+                )
+            bounds.append(bounds[-1] + length)
         lse = _fitting(entropies, query)
         entropies.clear()
         found.append(_scores(query, key, bounds, module.scale, lse, keys, sharded))

@@ -73,6 +73,7 @@ def before_step(runner: Any, scheduler_output: Any) -> None:
         scheduler_output: what it is about to prepare.
     """
     note_requests(scheduler_output.scheduled_new_reqs)
+    LEVER.refusal = LEVER.refusal or _refusal(runner)
     if not LEVER.layers or LEVER.refusal:
         return
     batch = runner.input_batch
@@ -84,6 +85,21 @@ def before_step(runner: Any, scheduler_output: Any) -> None:
     _begin_step(runner.device, ids, scheduled, decoding(scheduled, computed, prompt, width))
 
 
+def _refusal(runner: Any) -> str | None:
+    """Why nobody can tell, before a step, which rows of the model's batch decode."""
+    if getattr(runner, "adaptive_verification", None) is not None:
+        return (
+            "under adaptive verification of drafts only the device knows which rows belong to which "
+            "request; turn it off"
+        )
+    if getattr(getattr(runner, "parallel_config", None), "use_ubatching", False):
+        return (
+            "batches are cut in two (enable_dbo, ubatch_size), and each half starts at row 0; leave "
+            "them off"
+        )
+    return None
+
+
 def note_prepared(runner: Any, scheduler_output: Any, batch: Any) -> None:
     """Once vLLM's V2 model runner has prepared a step: note what is in it.
 
@@ -92,19 +108,13 @@ def note_prepared(runner: Any, scheduler_output: Any, batch: Any) -> None:
         scheduler_output: what it was prepared from.
         batch: the `InputBatch` that it made. What is computed anew after preemption is prefill in it.
 
-    Raises:
-        RuntimeError: only the device knows which rows belong to which request (speculative decoding
-            with adaptive verification).
     """
     note_requests(scheduler_output.scheduled_new_reqs)
+    LEVER.refusal = LEVER.refusal or _refusal(runner)
     if not LEVER.layers or LEVER.refusal:
         return
     scheduled = np.asarray(batch.num_scheduled_tokens)
-    if int(scheduled.sum()) != batch.num_tokens:
-        raise RuntimeError(
-            f"{batch.num_tokens} rows of a step for {int(scheduled.sum())} scheduled tokens: "
-            "PruneRoute cannot tell decoding rows under adaptive verification; turn it off"
-        )
+    assert int(scheduled.sum()) == batch.num_tokens, (scheduled, batch.num_tokens)
     _begin_step(runner.device, batch.req_ids, scheduled, ~np.asarray(batch.is_prefilling_np))
 
 
@@ -134,6 +144,7 @@ def _begin_step(
 
 def install() -> None:
     """Have the model runners, of both kinds where there are two, note every step. Idempotent."""
+    from vllm.triton_utils import HAS_TRITON
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
     if getattr(GPUModelRunner._prepare_inputs, "wraps_for_pruneroute", False):
@@ -146,13 +157,29 @@ def install() -> None:
 
     prepare_inputs.wraps_for_pruneroute = True  # type: ignore[attr-defined]
     GPUModelRunner._prepare_inputs = prepare_inputs
-    if torch.cuda.is_available():
-        # Its module needs Triton.
+    _note_dummies(GPUModelRunner)
+    if HAS_TRITON:
+        # The other runner's module needs it.
         _install_v2()
+
+
+def _note_dummies(runner_class: Any) -> None:
+    """Steps without requests, which keep a rank in step with others, neither move nor count."""
+    run = runner_class._dummy_run
+
+    def dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if LEVER.log is not None:
+            LEVER.row_kind.zero_()
+            LEVER.log.begin((), 0, 0)
+        return run(self, *args, **kwargs)
+
+    runner_class._dummy_run = dummy_run
 
 
 def _install_v2() -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+    _note_dummies(GPUModelRunner)
 
     prepare = GPUModelRunner.prepare_inputs
 

@@ -409,6 +409,9 @@ NEEDS: tuple[Need, ...] = (
     IsCalled(_RUNNER, "self._prepare_inputs", 2),
     Has(_RUNNER, ("device", "input_batch", "num_spec_tokens")),
     Exists(f"{_RUNNER_V2}.prepare_inputs"),
+    Exists(f"{_RUNNER}._dummy_run"),
+    Exists(f"{_RUNNER_V2}._dummy_run"),
+    Exists("vllm.triton_utils:HAS_TRITON"),
     IsCalled(_RUNNER_V2, "self.prepare_inputs", 1),
     Has(_RUNNER_V2, ("device",)),
     Has(
