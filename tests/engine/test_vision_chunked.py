@@ -108,7 +108,8 @@ def check(
         for time in range(times):
             images = kept[f"{label}-{case.name}-{time}"]
             assert case.want.margin < SCORE_TIE or images == case.want.images
-            ties += is_tie(got[time], case.want)
+        # A near-tie is one however often it is asked.
+        ties += any([is_tie(answer, case.want) for answer in got])
     assert ties <= 2
     return answers
 
