@@ -57,7 +57,7 @@ def all_settings(*, quick: bool = False, protection: Path | None = None) -> list
 
 def test_every_pair_is_a_cell_of_its_own_and_all_share_an_engine() -> None:
     settings = all_settings(protection=Path("/kept.safetensors"))
-    assert len(set(settings)) == len(settings) == 4 + 12 * 3 + 7 * 3
+    assert len(set(settings)) == len(settings) == 4 + 12 * 3 + 6 * 3
     assert len({(s.engine, s.model) for s in settings}) == 1
     assert {(s.load.arrival, s.load.concurrency, s.load.requests) for s in settings} == {
         ("closed", 16, 20)
@@ -334,7 +334,7 @@ def test_a_small_evaluation_runs_and_resumes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    done = program("--quick", "--n", "8", "--out", str(out))
+    done = program("--quick", "--n", "8", "--out", str(out), "--dtype", "float32")
     assert done.returncode == 0, done.stderr
     with (out / "pocket.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -350,7 +350,7 @@ def test_a_small_evaluation_runs_and_resumes(
     assert "ocr_large exact >= 0.95" in done.stdout
 
     (out / "pocket.md").unlink()
-    assert evaluate(8, quick=True, model=None, out=out) == 0
+    assert evaluate(8, quick=True, model=None, out=out, dtype="float32") == 0
     again = capsys.readouterr()
     assert again.err.startswith("0 of 25 arms × tasks to ask")
     assert again.out == done.stdout
