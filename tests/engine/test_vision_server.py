@@ -68,8 +68,8 @@ def test_an_idle_plugin_changes_nothing(
 
 
 def test_pruned_answers_are_the_oracles(server: Endpoint, oracle: Oracle) -> None:
-    """117 answers to 52 conversations, with others in the batch."""
-    asked = [conversation(seed) for seed in range(52)]
+    """68 answers to 30 conversations, with others in the batch; `test_vision_two_pass` asks more."""
+    asked = [conversation(seed) for seed in range(30)]
     cases = [
         (c, f"oracle-{i}-{ratio}", ratio, "log_excess")
         for i, c in enumerate(asked)
@@ -98,7 +98,7 @@ def test_pruned_answers_are_the_oracles(server: Endpoint, oracle: Oracle) -> Non
         closest.append((min(want.gaps), want.margin, min(want.route_gaps)))
     print(f"{len(cases)} answers, {ties} parted at a near-tie")
     print("closest calls (token, vision token, expert):", *map(min, zip(*closest, strict=True)))
-    assert ties <= 4
+    assert ties <= 3
     # The budget follows the content: images of one size do not all keep the same share.
     same_ratio = [images for (_, _, r, _), images in _pairs(cases, counts) if r == "0.5"]
     assert any(_moved(images, 0.5) >= 3 for images in same_ratio)
