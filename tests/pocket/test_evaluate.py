@@ -57,7 +57,7 @@ def all_settings(*, quick: bool = False, protection: Path | None = None) -> list
 
 def test_every_pair_is_a_cell_of_its_own_and_all_share_an_engine() -> None:
     settings = all_settings(protection=Path("/kept.safetensors"))
-    assert len(set(settings)) == len(settings) == 4 + 12 * 3 + 6 * 3
+    assert len(set(settings)) == len(settings) == 4 + 12 * 3 + 6 * 2
     assert len({(s.engine, s.model) for s in settings}) == 1
     assert {(s.load.arrival, s.load.concurrency, s.load.requests) for s in settings} == {
         ("closed", 16, 20)
@@ -249,7 +249,7 @@ def test_each_goal_is_missed_by_what_it_is_about() -> None:
     found[top2, RAG.name] = made_up(RAG, "routing", top2, 0.95)
     given = by_goal(found)
     assert given["rag: plain top-2 loses much (>= 0.1)"].met is False
-    assert given["ocr: plain top-2 loses much (>= 0.1)"].met is True
+    assert given["ocr_fine: plain top-2 loses much (>= 0.1)"].met is True
     assert all(v.met is False for g, v in given.items() if g.startswith("rag: SERE"))
 
     found = world()
@@ -319,7 +319,7 @@ def test_a_run_of_other_cells_is_not_gone_on_with(
     run = RunFolder.create_at(tmp_path / "out")
     run.write_plan({"cells": [{"id": "c1"}]})
     assert evaluate(1, quick=True, model=None, out=run.path) == 2
-    assert "that run was of other cells (1 of its 1 are not asked for now, 25" in (
+    assert "that run was of other cells (1 of its 1 are not asked for now, 22" in (
         capsys.readouterr().err
     )
     (tmp_path / "full").mkdir()
@@ -338,7 +338,7 @@ def test_a_small_evaluation_runs_and_resumes(
     assert done.returncode == 0, done.stderr
     with (out / "pocket.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
-    assert len(rows) == 4 + 4 * 3 + 3 * 3
+    assert len(rows) == 4 + 4 * 3 + 3 * 2
     assert {r["questions"] for r in rows} == {"8"}
     assert {r["failed"] for r in rows} == {"0"}
     for row in rows:
@@ -352,5 +352,5 @@ def test_a_small_evaluation_runs_and_resumes(
     (out / "pocket.md").unlink()
     assert evaluate(8, quick=True, model=None, out=out, dtype="float32") == 0
     again = capsys.readouterr()
-    assert again.err.startswith("0 of 25 arms × tasks to ask")
+    assert again.err.startswith("0 of 22 arms × tasks to ask")
     assert again.out == done.stdout

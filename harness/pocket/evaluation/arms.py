@@ -97,7 +97,7 @@ def arms(*, quick: bool, protection: Path | None) -> Iterator[Arm]:
             setting = {"retain_ratio": ratio, "policy": policy}
             yield Arm(vision_arm(policy, ratio), "vision", (OCR_LARGE, OCR_FINE, CC), setting)
     for name, setting in _routings(quick, protection):
-        yield Arm(name, "routing", (OCR_LARGE, OCR_FINE, RAG), routing=setting)
+        yield Arm(name, "routing", (OCR_FINE, RAG), routing=setting)
 
 
 def _routings(quick: bool, protection: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -181,7 +181,7 @@ def _routing(found: Found) -> Iterator[Verdict]:
         yield Verdict(goal, figure, None if gain is None else gain.low > 0)
 
 
-_GROUPS = (("ocr", (OCR_LARGE, OCR_FINE)), ("rag", (RAG,)))
+_GROUPS = (("ocr_fine", (OCR_FINE,)), ("rag", (RAG,)))
 
 
 def _difference(found: Found, tasks: Sequence[Task], one: str, other: str) -> Estimate | None:
