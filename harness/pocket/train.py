@@ -291,7 +291,15 @@ class Trainer:
         """Take weights, without the optimizers' state. Tokens that they lack stay as drawn."""
         with torch.no_grad():
             for k, v in self.network.state_dict().items():
-                v[: len(weights[k])].copy_(weights[k])
+                if k not in weights:
+                    raise ValueError(f"the weights to start from lack {k}")
+                given = weights[k]
+                tokens = k.endswith(("embed_tokens.weight", "lm_head.weight"))
+                if given.shape[1:] != v.shape[1:] or len(given) > len(v):
+                    raise ValueError(f"{k} is {tuple(given.shape)} and not {tuple(v.shape)}")
+                if len(given) < len(v) and not tokens:
+                    raise ValueError(f"{k} is {tuple(given.shape)} and not {tuple(v.shape)}")
+                v[: len(given)].copy_(given)
             for parameter, family in self.families:
                 mean = self._family_mean(parameter, family)
                 parameter.copy_(mean + self.o.scatter * (parameter - mean))
@@ -299,7 +307,18 @@ class Trainer:
                 self.average[k].copy_(v)
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from `state`."""
+        """Go on from `state`.
+
+        Raises:
+            ValueError: what may not change between pieces has changed.
+        """
+        for name in ("seed", "families", "optimizer"):
+            before, now = state["options"][name], getattr(self.o, name)
+            if before != now:
+                raise ValueError(
+                    f"the checkpoint was trained with --{name} {before}, and this is --{name} {now}; "
+                    "give the same, or another folder"
+                )
         self.network.load_state_dict(state["network"])
         self.aux.load_state_dict(state["aux"])
         for k, v in state["average"].items():
@@ -415,6 +434,21 @@ def main() -> int:
         parser.add_argument(flag, type=type(value), default=value, help=f"default {value}")
     args = parser.parse_args()
     options = Options(**{k: getattr(args, k) for k in asdict(Options())})
+    if not args.minutes >= 0:
+        parser.error(f"--minutes {args.minutes}: takes a number from 0 on; 0 makes one step")
+    for name in ("steps", "ocr", "cc", "rag"):
+        if not getattr(args, name) > 0:
+            parser.error(f"--{name} {getattr(args, name)}: takes a number above 0")
+    if args.folder.exists() and not args.folder.is_dir():
+        parser.error(f"{args.folder} is no folder")
+    if args.start_from is not None:
+        if not args.start_from.is_file():
+            parser.error(f"--start-from {args.start_from}: no such file")
+        if (args.folder / CHECKPOINT).is_file():
+            parser.error(
+                f"{args.folder} holds a checkpoint, from which it goes on; leave --start-from out, or "
+                "name another folder"
+            )
     begun = time.monotonic()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available()
@@ -430,11 +464,18 @@ def main() -> int:
     trainer = Trainer(options, device, rank, world)
     checkpoint = args.folder / CHECKPOINT
     if checkpoint.is_file():
-        trainer.restore(torch.load(checkpoint, map_location=device, weights_only=True))
+        try:
+            trainer.restore(torch.load(checkpoint, map_location=device, weights_only=True))
+        except (ValueError, RuntimeError) as error:
+            parser.error(f"{checkpoint}: {error}")
     elif args.start_from is not None:
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
-        trainer.start_from(load_file(args.start_from))
+        try:
+            trainer.start_from(load_file(args.start_from))
+        except (ValueError, OSError, SafetensorError) as error:
+            parser.error(f"--start-from {args.start_from}: {error}")
         beside = args.start_from.with_name(AUX)
         if beside.is_file():
             trainer.aux.load_state_dict(load_file(beside))
