@@ -553,16 +553,7 @@ def head_scores(
 
 
 def mean_heads(parts: Tensor, total_heads: int) -> Tensor:
-    """Sum over heads from the first to the last, over `total_heads`.
-
-    Args:
-        parts: [heads, tokens] float32, from `head_scores`. Gathered over tensor-parallel ranks in
-            the order of their heads, they give the same bits at every number of ranks.
-        total_heads: heads of the whole layer.
-
-    Returns:
-        [tokens] float32.
-    """
+    """As `kernels.visionzip.attention.mean_heads`, on a GPU."""
     heads, tokens = parts.shape
     if parts.stride(1) != 1:
         parts = parts.contiguous()
