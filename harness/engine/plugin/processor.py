@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -24,6 +25,12 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.parse import ImageProcessorItems
 
 from harness.engine.plugin import group as layout
+from harness.engine.plugin.pixels import (
+    Normalization,
+    cutting_only,
+    decides_floats,
+    sends_bytes,
+)
 from kernels.visionzip.budget import kept_count
 
 _TURN_END = "<|im_end|>"
@@ -41,6 +48,21 @@ class GroupInfo:
     ctx: Any
     allowed_mm_limits: Mapping[str, int]
     get_max_image_tokens: Callable[[], int]
+
+    @cached_property
+    def sends_bytes(self) -> bool:
+        """Whether pictures reach the model as bytes: the same for all requests, which share batches."""
+        processor = super().get_hf_processor().image_processor  # type: ignore[misc]
+        return sends_bytes(processor, self.ctx.get_merged_mm_kwargs({}))
+
+    def get_hf_processor(self, **kwargs: object) -> Any:
+        """As the stock method; where `sends_bytes`, one that leaves bytes as they are."""
+        processor = super().get_hf_processor(**kwargs)  # type: ignore[misc]
+        return cutting_only(processor) if self.sends_bytes else processor
+
+    def normalization(self) -> Normalization:
+        """What is left to do for the model."""
+        return Normalization.of(super().get_hf_processor().image_processor)  # type: ignore[misc]
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -92,7 +114,7 @@ class GroupProcessor:
         processor_kwargs = dict(inputs.hf_processor_mm_kwargs)
         asked = {k: processor_kwargs.pop(k) for k in _REQUEST_KEYS & processor_kwargs.keys()}
         request = layout.VisionRequest(**asked)
-        self._check(inputs, request)
+        self._check(inputs, request, processor_kwargs)
         inputs = dataclasses.replace(inputs, hf_processor_mm_kwargs=processor_kwargs)
         full_tokens = None
         if request.policy == "downscale" and request.prunes and "image" in inputs.mm_data_items:
@@ -147,7 +169,15 @@ class GroupProcessor:
         """Never from the cache: it hands out no tensors on a hit, and a group needs them all."""
         return self._apply_hf_processor(inputs, timing_ctx)
 
-    def _check(self, inputs: Any, request: layout.VisionRequest) -> None:
+    def _check(
+        self, inputs: Any, request: layout.VisionRequest, processor_kwargs: Mapping[str, Any]
+    ) -> None:
+        floats = decides_floats(processor_kwargs)
+        if floats and self.info.sends_bytes:
+            raise ValueError(
+                f"mm_processor_kwargs: {', '.join(floats)} cannot differ from request to request; "
+                "start the server with --mm-processor-kwargs"
+            )
         if inputs.mm_data_items.get_all_counts().get("video", 0):
             raise ValueError(
                 "PruneRoute's vision lever serves images, not videos; send frames as images, or "
@@ -220,6 +250,8 @@ class GroupProcessor:
             ranges.append(PlaceholderRange(offset=span.offset, length=span.length))
             fused_hashes.append(identifier)
             pixels = [items[i]["pixel_values"].data for i in members]
+            if self.info.sends_bytes and any(p.dtype != torch.uint8 for p in pixels):
+                raise ValueError("images given as arrays have to be of bytes (uint8)")
             seeds = [0] * len(members)
             if request.policy == "random" and spend.keep < sum(counts):
                 seeds = [

