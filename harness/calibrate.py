@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from harness.calibration import MEASURES, SIMILARITY_FILE, similarity_file
+from harness.endings import ended
 from harness.engine.checkpoint import read_checkpoint
 
 
@@ -40,4 +41,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

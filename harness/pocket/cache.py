@@ -47,10 +47,7 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
         folder.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as error:
-        raise CacheError(
-            f"cannot write to {folder.parent} ({error.strerror}); free some space, or set "
-            "XDG_CACHE_HOME to a folder that can be written"
-        ) from error
+        raise _unwritable(folder.parent, error) from error
     try:
         draft.chmod(0o755)
         fill(draft)
@@ -70,6 +67,15 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
     finally:
         if draft.exists():
             shutil.rmtree(draft)
+
+
+def _unwritable(folder: Path, error: OSError) -> CacheError:
+    cure = "free some space, or name another place"
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        cure = "name a place within a folder"
+    elif folder.is_relative_to(root()):
+        cure = "free some space, or set XDG_CACHE_HOME to a folder that can be written"
+    return CacheError(f"cannot write to {folder} ({error.strerror}); {cure}")
 
 
 def is_whole(folder: Path) -> bool:
@@ -112,10 +118,7 @@ def _lock(folder: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     except OSError as error:
-        raise CacheError(
-            f"cannot write to {path.parent} ({error.strerror}); free some space, or set "
-            "XDG_CACHE_HOME to a folder that can be written"
-        ) from error
+        raise _unwritable(path.parent, error) from error
     with file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -24,6 +24,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from harness.endings import ended
 from harness.pocket import cache
 from harness.pocket.items import BANDS, BOTH, LANGUAGES, SPLITS, TASKS, Item, items
 from harness.pocket.world.cc import LETTERS
@@ -321,4 +322,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

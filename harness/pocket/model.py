@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +53,13 @@ def ensure() -> Path:
     return FOLDER
 
 
-def build(folder: Path, weights: Mapping[str, Tensor], *, card: str) -> None:
+def build(
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    *,
+    card: str,
+    then: Callable[[Path], object] | None = None,
+) -> None:
     """Write a checkpoint with these weights, and calibrate it; it appears whole or not at all.
 
     It takes a minute. The marks of protected experts take another, see `harness.pocket.protect`.
@@ -62,11 +68,18 @@ def build(folder: Path, weights: Mapping[str, Tensor], *, card: str) -> None:
         folder: replaced if it exists.
         weights: under their published names, any float type; stored as bfloat16.
         card: the model card, Markdown.
+        then: adds to the folder before it appears.
 
     Raises:
         harness.pocket.cache.CacheError: the place cannot be written.
     """
-    cache.write_folder(folder, lambda draft: _fill(draft, Recipe(), weights, card))
+
+    def fill(draft: Path) -> None:
+        _fill(draft, Recipe(), weights, card)
+        if then is not None:
+            then(draft)
+
+    cache.write_folder(folder, fill)
 
 
 def _fill(folder: Path, r: Recipe, weights: Mapping[str, Tensor], card: str) -> None:

@@ -30,6 +30,7 @@ from harness.calibration import PROTECTION_FILE, SIMILARITY_FILE
 from harness.calibration.fingerprint import model_fingerprint
 from harness.calibration.protection import Reroute, loss_increases, mark_costliest
 from harness.calibration.similarity import Provenance, load_similarity, save_protection
+from harness.endings import ended
 from harness.pocket import cache, sheets
 from harness.pocket.model import FOLDER, WEIGHTS_FILE, one_thread
 from harness.pocket.network import Experts, Network, TextBlock, expert_weights, positions_of
@@ -222,11 +223,11 @@ def _tail(network: Network, batch: Minibatch) -> _Tail:
     )
 
 
-def protect(folder: Path, count: int = PROTECTED) -> Tensor:
-    """Measure, and write the marks into a checkpoint folder, which is replaced in one step.
+def mark(folder: Path, count: int = PROTECTED) -> Tensor:
+    """Measure, and write the marks beside a checkpoint's weights.
 
     Args:
-        folder: as `harness.pocket.model.build` made it.
+        folder: as `harness.pocket.model.build` makes it.
         count: experts to mark in each layer.
 
     Returns:
@@ -234,7 +235,6 @@ def protect(folder: Path, count: int = PROTECTED) -> Tensor:
 
     Raises:
         CalibrationError: the similarity beside the model is missing or another model's.
-        harness.pocket.cache.CacheError: the place cannot be written.
     """
     r = Recipe()
     model = model_fingerprint(folder)
@@ -250,14 +250,26 @@ def protect(folder: Path, count: int = PROTECTED) -> Tensor:
         data_sha256=_hash(batches),
         layer_indices=tuple(range(r.layers)),
     )
+    save_protection(folder / PROTECTION_FILE, mark_costliest(increases, count), provenance)
+    return increases
+
+
+def protect(folder: Path, count: int = PROTECTED) -> Tensor:
+    """As `mark`, in a copy of the folder that then takes its place.
+
+    Raises:
+        CalibrationError: as `mark`.
+        harness.pocket.cache.CacheError: the place cannot be written.
+    """
+    found = []
 
     def fill(draft: Path) -> None:
         skip = shutil.ignore_patterns(cache.MANIFEST)
         shutil.copytree(folder, draft, dirs_exist_ok=True, ignore=skip)
-        save_protection(draft / PROTECTION_FILE, mark_costliest(increases, count), provenance)
+        found.append(mark(draft, count))
 
     cache.write_folder(folder, fill)
-    return increases
+    return found[0]
 
 
 def _hash(batches: Mapping[str, Sequence[Minibatch]]) -> str:
@@ -289,4 +301,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -1,29 +1,26 @@
 """``python -m harness.pocket.publish``: turn trained weights into the bundled checkpoint folder.
 
 Writes the published layout (configuration, tokenizer, processor, bfloat16 weights), the model card,
-the experts' similarity in all measures and the protected experts.
+the experts' similarity in all measures and the protected experts. What is there is replaced in one
+step at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
-from torch import Tensor
-
+from harness.endings import ended
 from harness.pocket.cache import MANIFEST
 from harness.pocket.model import CARD_FILE, FOLDER, build
-from harness.pocket.network import Network
-from harness.pocket.recipe import Recipe
+from harness.pocket.weights import read_weights
 
 
-def refusal(weights: Mapping[str, Tensor], out: Path) -> str | None:
-    """Why these weights are not published there; None if they are.
+def refusal(out: Path) -> str | None:
+    """Why nothing is published there; None if it may be.
 
     Args:
-        weights: tensors by name.
         out: a folder that would be replaced.
     """
     if out.exists() and not out.is_dir():
@@ -32,17 +29,6 @@ def refusal(weights: Mapping[str, Tensor], out: Path) -> str | None:
         return (
             f"{out} holds what is no checkpoint of ours, and would be replaced; name another folder"
         )
-    wanted = {k: v.shape for k, v in Network(Recipe()).state_dict().items()}
-    for name in sorted(wanted.keys() | weights.keys()):
-        if name not in weights:
-            return f"the weights lack {name}; give the model.safetensors of harness.pocket.train"
-        if name not in wanted:
-            return f"the weights hold {name}, which the model has not; give its model.safetensors"
-        if weights[name].shape != wanted[name]:
-            return (
-                f"{name} is {tuple(weights[name].shape)} and not {tuple(wanted[name])}: these are "
-                "weights of another model"
-            )
     return None
 
 
@@ -53,26 +39,22 @@ def main() -> int:
     parser.add_argument("--card", type=Path, default=FOLDER / CARD_FILE, help="Markdown")
     parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder (default {FOLDER})")
     args = parser.parse_args()
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        weights = load_file(args.weights)
-        card = args.card.read_text(encoding="utf-8")
-    except (OSError, SafetensorError) as error:
-        print(f"error: {args.weights}, {args.card}: {error}", file=sys.stderr)
-        return 2
-    reason = refusal(weights, args.out)
+    reason = refusal(args.out)
     if reason is not None:
-        print(f"error: {reason}", file=sys.stderr)
+        print(f"error: --out: {reason}", file=sys.stderr)
         return 2
-    build(args.out, weights, card=card)
-    from harness.pocket.protect import protect
+    try:
+        weights = read_weights(args.weights)
+        card = args.card.read_text(encoding="utf-8")
+        from harness.pocket.protect import mark
 
-    protect(args.out)
+        build(args.out, weights, card=card, then=mark)
+    except (OSError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(args.out)
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -22,6 +22,7 @@ import signal
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -402,6 +403,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> None:
     halves = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in tensors.items()}
     draft = path.with_name(f".{path.name}.new")
     save_file(halves, draft, metadata={"format": "pt"})
+    draft.chmod(0o644)  # safetensors writes for the owner only
     draft.replace(path)
 
 
@@ -414,8 +416,8 @@ def save(trainer: Trainer, folder: Path) -> None:
     write_tensors(folder / AUX, trainer.aux.state_dict())
 
 
-def main() -> int:
-    """Train; gives the exit status."""
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """The command line, checked; ends the program with a reason where it asks for what cannot be."""
     parser = argparse.ArgumentParser(prog="python -m harness.pocket.train", description=__doc__)
     parser.add_argument("folder", type=Path, help="of the checkpoint, the weights and the log")
     parser.add_argument("--minutes", type=float, default=20.0, help="of this piece (default 20)")
@@ -432,13 +434,13 @@ def main() -> int:
     for name, value in asdict(Options()).items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=type(value), default=value, help=f"default {value}")
-    args = parser.parse_args()
-    options = Options(**{k: getattr(args, k) for k in asdict(Options())})
+    args = parser.parse_args(argv)
     if not args.minutes >= 0:
         parser.error(f"--minutes {args.minutes}: takes a number from 0 on; 0 makes one step")
-    for name in ("steps", "ocr", "cc", "rag"):
+    for name in ("steps", "ocr", "cc", "rag", "exact_every"):
         if not getattr(args, name) > 0:
-            parser.error(f"--{name} {getattr(args, name)}: takes a number above 0")
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} {getattr(args, name)}: takes a number above 0")
     if args.folder.exists() and not args.folder.is_dir():
         parser.error(f"{args.folder} is no folder")
     if args.start_from is not None:
@@ -449,6 +451,67 @@ def main() -> int:
                 f"{args.folder} holds a checkpoint, from which it goes on; leave --start-from out, or "
                 "name another folder"
             )
+    return parser, args
+
+
+def _load(trainer: Trainer, folder: Path, start_from: Path | None) -> None:
+    """Go on from the folder's checkpoint, or start from weights, or from nothing.
+
+    Raises:
+        ValueError: what is there does not fit; the message names it.
+    """
+    checkpoint = folder / CHECKPOINT
+    if checkpoint.is_file():
+        try:
+            state = torch.load(checkpoint, map_location=trainer.device, weights_only=True)
+            trainer.restore(state)
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"{checkpoint}: {error}") from error
+    elif start_from is not None:
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            trainer.start_from(load_file(start_from))
+        except (ValueError, OSError, SafetensorError) as error:
+            raise ValueError(f"--start-from {start_from}: {error}") from error
+        beside = start_from.with_name(AUX)
+        if beside.is_file():
+            trainer.aux.load_state_dict(load_file(beside))
+
+
+def _train(
+    trainer: Trainer, args: argparse.Namespace, say: Callable[..., None], over: Callable[[], bool]
+) -> bool:
+    """Steps until the schedule's end or until it is `over`; gives whether the loss stayed a number."""
+    world, mark, mark_step = trainer.world, time.monotonic(), trainer.step
+    while trainer.step < trainer.o.steps:
+        found = trainer.train_step()
+        if trainer.step % 100 == 0:
+            values = {k: round(float(v), 4) for k, v in found.items()}
+            now = time.monotonic()
+            pace = (trainer.step - mark_step) / (now - mark)
+            mark, mark_step = now, trainer.step
+            say(pace=round(pace, 2), rate=round(trainer.rate(), 3), **values)
+            if not math.isfinite(sum(values.values())):
+                return False
+        if trainer.step % args.exact_every == 0:
+            if trainer.rank == 0:
+                say(exact={k: round(v, 3) for k, v in trainer.exact(4, args.exact_items).items()})
+            mark, mark_step = time.monotonic(), trainer.step
+        if world == 1 or trainer.step % 10 == 0:
+            ends = torch.tensor(float(over()), device=trainer.device)
+            if world > 1:
+                dist.all_reduce(ends, dist.ReduceOp.MAX)
+            if float(ends) > 0:
+                break
+    return True
+
+
+def main() -> int:
+    """Train; gives the exit status."""
+    parser, args = parse()
+    options = Options(**{k: getattr(args, k) for k in asdict(Options())})
     begun = time.monotonic()
     rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     cuda = torch.cuda.is_available()
@@ -462,23 +525,10 @@ def main() -> int:
         dist.init_process_group("nccl" if cuda else "gloo")
     args.folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(options, device, rank, world)
-    checkpoint = args.folder / CHECKPOINT
-    if checkpoint.is_file():
-        try:
-            trainer.restore(torch.load(checkpoint, map_location=device, weights_only=True))
-        except (ValueError, RuntimeError) as error:
-            parser.error(f"{checkpoint}: {error}")
-    elif args.start_from is not None:
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
-
-        try:
-            trainer.start_from(load_file(args.start_from))
-        except (ValueError, OSError, SafetensorError) as error:
-            parser.error(f"--start-from {args.start_from}: {error}")
-        beside = args.start_from.with_name(AUX)
-        if beside.is_file():
-            trainer.aux.load_state_dict(load_file(beside))
+    try:
+        _load(trainer, args.folder, args.start_from)
+    except ValueError as error:
+        parser.error(str(error))
     if not args.no_compile:
         compile_blocks(trainer.network)
     stop = {"asked": False}
@@ -494,33 +544,16 @@ def main() -> int:
             with (args.folder / LOG).open("a") as file:
                 file.write(text + "\n")
 
-    say(options=asdict(options), gpus=world, device=str(device))
-    mark, mark_step = time.monotonic(), trainer.step
-    while trainer.step < options.steps:
-        found = trainer.train_step()
-        if trainer.step % 100 == 0:
-            values = {k: round(float(v), 4) for k, v in found.items()}
-            now = time.monotonic()
-            pace = (trainer.step - mark_step) / (now - mark)
-            mark, mark_step = now, trainer.step
-            say(pace=round(pace, 2), rate=round(trainer.rate(), 3), **values)
-            if not math.isfinite(sum(values.values())):
-                print(
-                    "error: the loss is no number; start again with a lower --lr", file=sys.stderr
-                )
-                return 1
-        if trainer.step % args.exact_every == 0:
-            if rank == 0:
-                say(exact={k: round(v, 3) for k, v in trainer.exact(4, args.exact_items).items()})
-            mark, mark_step = time.monotonic(), trainer.step
-        over = torch.tensor(
-            float(stop["asked"] or time.monotonic() - begun > 60 * args.minutes), device=device
-        )
-        if world == 1 or trainer.step % 10 == 0:
-            if world > 1:
-                dist.all_reduce(over, dist.ReduceOp.MAX)
-            if float(over) > 0:
-                break
+    def over() -> bool:
+        return stop["asked"] or time.monotonic() - begun > 60 * args.minutes
+
+    if trainer.step >= options.steps:
+        say(done=f"all {options.steps} steps were made before; give more with --steps")
+        return 0
+    say(resumed=trainer.step > 0, options=asdict(options), gpus=world, device=str(device))
+    if not _train(trainer, args, say, over):
+        print("error: the loss is no number; start again with a lower --lr", file=sys.stderr)
+        return 1
     if rank == 0:
         if args.exact_items:
             say(exact={k: round(v, 3) for k, v in trainer.exact(8, args.exact_items).items()})

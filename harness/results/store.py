@@ -84,7 +84,9 @@ class RunFolder:
             OSError: the folder could not be made.
         """
         path = path.resolve()
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and not path.is_dir():
+            raise ResultsError(f"{path}: is no folder; name one")
+        if path.exists() and any(path.iterdir()):
             raise ResultsError(f"{path}: is not empty, and no run")
         path.mkdir(parents=True, exist_ok=True)
         return cls._furnish(path)

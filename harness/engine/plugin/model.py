@@ -86,7 +86,7 @@ class FusedGroups:
         # sets memory aside for.
         info = MULTIMODAL_REGISTRY.get_processing_info(vllm_config.model_config)
         self._patches_at_once = info.get_max_image_tokens() * self._merge_unit()
-        self._normalized = info.normalization()
+        self._normalization = info.normalization
         VISION.hooked = True
         logger.info("PruneRoute: vision lever in %s", type(self).__name__)
 
@@ -213,8 +213,9 @@ class FusedGroups:
             for first, end in layout.micro_batches(patches, self._patches_at_once):
                 sizes = [sum(patches[first:end]), sum(patches[end:])]
                 own, pixel_values = pixel_values.split(sizes)
-                ready = self._normalized(own, visual.dtype)
-                out.append(visual(ready, grid_thw=[list(g) for g in grids[first:end]]))
+                if self._normalization is not None:
+                    own = self._normalization(own, visual.dtype)
+                out.append(visual(own, grid_thw=[list(g) for g in grids[first:end]]))
         features = out[0] if len(out) == 1 else torch.cat(out)
         received = (torch.cat([r for r, _ in captured]),) if captured else ()
         found_keys = (torch.cat([k for _, k in captured if k is not None]),) if keys else ()

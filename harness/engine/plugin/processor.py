@@ -50,19 +50,20 @@ class GroupInfo:
     get_max_image_tokens: Callable[[], int]
 
     @cached_property
-    def sends_bytes(self) -> bool:
-        """Whether pictures reach the model as bytes: the same for all requests, which share batches."""
+    def normalization(self) -> Normalization | None:
+        """What is left to do for the model; None where it gets pictures as ever.
+
+        The same for all requests of a server, since they share batches.
+        """
         processor = super().get_hf_processor().image_processor  # type: ignore[misc]
-        return sends_bytes(processor, self.ctx.get_merged_mm_kwargs({}))
+        # A vLLM that normalises on the device itself says so in these arguments.
+        server = self.ctx.get_merged_mm_kwargs({})
+        return Normalization.of(processor) if sends_bytes(processor, server) else None
 
     def get_hf_processor(self, **kwargs: object) -> Any:
-        """As the stock method; where `sends_bytes`, one that leaves bytes as they are."""
+        """As the stock method; where there is a `normalization`, one that leaves bytes as they are."""
         processor = super().get_hf_processor(**kwargs)  # type: ignore[misc]
-        return cutting_only(processor) if self.sends_bytes else processor
-
-    def normalization(self) -> Normalization:
-        """What is left to do for the model."""
-        return Normalization.of(super().get_hf_processor().image_processor)  # type: ignore[misc]
+        return processor if self.normalization is None else cutting_only(processor)
 
     def get_mm_max_tokens_per_item(
         self, seq_len: int, mm_counts: Mapping[str, int]
@@ -173,7 +174,7 @@ class GroupProcessor:
         self, inputs: Any, request: layout.VisionRequest, processor_kwargs: Mapping[str, Any]
     ) -> None:
         floats = decides_floats(processor_kwargs)
-        if floats and self.info.sends_bytes:
+        if floats and self.info.normalization is not None:
             raise ValueError(
                 f"mm_processor_kwargs: {', '.join(floats)} cannot differ from request to request; "
                 "start the server with --mm-processor-kwargs"
@@ -250,7 +251,7 @@ class GroupProcessor:
             ranges.append(PlaceholderRange(offset=span.offset, length=span.length))
             fused_hashes.append(identifier)
             pixels = [items[i]["pixel_values"].data for i in members]
-            if self.info.sends_bytes and any(p.dtype != torch.uint8 for p in pixels):
+            if self.info.normalization and any(p.dtype != torch.uint8 for p in pixels):
                 raise ValueError("images given as arrays have to be of bytes (uint8)")
             seeds = [0] * len(members)
             if request.policy == "random" and spend.keep < sum(counts):

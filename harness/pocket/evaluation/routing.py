@@ -18,11 +18,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from harness.endings import ended
 from harness.pocket import sheets
 from harness.pocket.initial import families_of
 from harness.pocket.network import MixtureOfExperts, Network, expert_weights, positions_of
 from harness.pocket.recipe import Recipe
 from harness.pocket.special import token_id
+from harness.pocket.weights import read_weights
 from harness.pocket.world.batch import TASKS, Minibatch, draw
 from harness.pocket.world.draw import HELD_OUT, MERGED, Draws
 from harness.pocket.world.text import Codec
@@ -114,8 +116,6 @@ def own_share(network: Network, seed: int, families: int) -> list[float]:
 
 def main() -> int:
     """Print the table; gives the exit status."""
-    from safetensors.torch import load_file
-
     parser = argparse.ArgumentParser(
         prog="python -m harness.pocket.evaluation.routing", description=__doc__
     )
@@ -126,9 +126,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="as in training")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for name in ("rounds", "items", "families"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name} {getattr(args, name)}: takes a whole number >= 1")
+    try:
+        weights = read_weights(args.weights)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     network = Network(Recipe()).to(device)
     with torch.no_grad():
-        weights = load_file(args.weights)
         for name, value in network.state_dict().items():
             value.copy_(weights[name])
     codec = Codec(sheets.load().to(device))
@@ -149,4 +155,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))
