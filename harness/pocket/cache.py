@@ -71,10 +71,10 @@ def write_folder(folder: Path, fill: Callable[[Path], object]) -> None:
 
 def _unwritable(folder: Path, error: OSError) -> CacheError:
     cure = "free some space, or name another place"
-    if isinstance(error, NotADirectoryError | FileExistsError):
-        cure = "name a place within a folder"
-    elif folder.is_relative_to(root()):
+    if folder.is_relative_to(root()):
         cure = "free some space, or set XDG_CACHE_HOME to a folder that can be written"
+    elif isinstance(error, NotADirectoryError | FileExistsError):
+        cure = "name a place within a folder"
     return CacheError(f"cannot write to {folder} ({error.strerror}); {cure}")
 
 

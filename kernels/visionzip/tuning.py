@@ -72,11 +72,12 @@ class Tuning:
 # The same for every batch, so that an image's bits never depend on what it is scored with. Compiled
 # for Hopper: 128 registers, four programs a multiprocessor (three at 128 wide), so that the
 # matrix products of one run under the exponentials of the others.
-DEFAULT = Tuning()
+DEFAULT = Tuning(heads_first=True, stages=3)
 
 # What the benchmark times, by name.
 TUNINGS: dict[str, Tuning] = {
     "default": DEFAULT,
+    "plain": Tuning(),
     "stages_3": Tuning(stages=3),
     "stages_4": Tuning(stages=4),
     "keys_64": Tuning(block_k=64),
@@ -93,7 +94,6 @@ TUNINGS: dict[str, Tuning] = {
     "descriptor_keys_256": Tuning(block_k=256, descriptor=True),
     "persistent": Tuning(persistent=4, registers=128),
     "heads_first": Tuning(heads_first=True),
-    "heads_first_stages_3": Tuning(heads_first=True, stages=3),
     "heads_first_polynomial_4": Tuning(heads_first=True, stages=3, polynomial=4),
     "masked": Tuning(peel=False),
     "unfolded": Tuning(fold=False),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from harness.pocket.special import token_id
 from tests.engine.comparing import together
 from tests.engine.requests_under_test import Answer, Conversation, ask, conversation, text_only
 
@@ -28,8 +29,10 @@ GPU = {
     "kv_cache_gib": None,
     "enforce_eager": False,
 }
-TIE = 0.1
-"""How far the runner-up may lie behind where bfloat16 parts two ways of computing the same."""
+TIE = 0.5
+"""How far the runner-up may lie behind where two ways of computing part: a few steps of bfloat16, whose
+logits here are 16 to 32 and so 0.125 apart."""
+END = token_id("<|im_end|>")
 
 
 @pytest.fixture(scope="module")
@@ -45,15 +48,19 @@ def answers(server_with: Any, asked: list[Conversation]) -> dict[str, list[Answe
             "whole": said_by(server, asked, retain_ratio=1.0),
             "half": said_by(server, asked, retain_ratio=0.5),
             "again": said_by(server, asked, retain_ratio=0.5),
+            "together": together(
+                lambda c: ask(server, c.messages, TOKENS, retain_ratio=0.5), asked
+            ),
         }
 
 
 def said_by(server: Any, asked: Sequence[Conversation], **vision: object) -> list[Answer]:
-    return together(lambda c: ask(server, c.messages, TOKENS, **vision), asked)
+    """One by one: on a GPU the bits of a row depend on the batch that it is in."""
+    return [ask(server, c.messages, TOKENS, **vision) for c in asked]
 
 
 def parted(got: Sequence[Answer], want: Sequence[Answer]) -> int:
-    """How many answers part, each at a token that was nearly another.
+    """How many answers part before their end, each at a token that was nearly another.
 
     Raises:
         AssertionError: one parts elsewhere, or prompts differ in length.
@@ -61,7 +68,9 @@ def parted(got: Sequence[Answer], want: Sequence[Answer]) -> int:
     found = 0
     for a, b in zip(got, want, strict=True):
         assert a.prompt_tokens == b.prompt_tokens
-        if a.ids != b.ids:
+        # The server is told to go on after the end; what it says then is noise.
+        length = a.ids.index(END) + 1 if END in a.ids else TOKENS
+        if a.ids[:length] != b.ids[:length]:
             step = next(s for s in range(TOKENS) if a.ids[s] != b.ids[s])
             assert min(a.gaps[step], b.gaps[step]) < TIE, (step, a, b)
             found += 1
@@ -73,11 +82,18 @@ def test_at_rest_the_plugin_changes_nothing(
 ) -> None:
     with server_with(plugin=False, **GPU) as stock:
         want = said_by(stock, asked)
-    assert parted(answers["whole"], want) <= 3
+    assert [a.ids for a in answers["whole"]] == [a.ids for a in want]
+    assert [a.logprobs for a in answers["whole"]] == [a.logprobs for a in want]
+
+
+def test_together_they_part_at_near_ties_only(
+    answers: dict[str, list[Answer]],
+) -> None:
+    assert parted(answers["together"], answers["half"]) <= 10
 
 
 def test_answers_repeat(answers: dict[str, list[Answer]]) -> None:
-    assert parted(answers["again"], answers["half"]) <= 3
+    assert [a.ids for a in answers["again"]] == [a.ids for a in answers["half"]]
     shorter = zip(answers["half"], answers["whole"], strict=True)
     assert sum(a.prompt_tokens < b.prompt_tokens for a, b in shorter) == 16
 

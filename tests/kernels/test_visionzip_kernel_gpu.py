@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels.visionzip.attention import log_sum_exp, scores
+from kernels.visionzip.attention import log_sum_exp, runs_triton, scores
 from kernels.visionzip.bench import bounds_of, exact, inputs, relative_error
 from kernels.visionzip.tuning import TUNINGS, WIDTHS
 
@@ -102,12 +102,16 @@ def test_memory_grows_with_tokens_and_not_with_their_square() -> None:
     assert torch.cuda.max_memory_allocated() - before <= 4 * heads * n * 4
 
 
-def test_a_cu_seqlens_elsewhere_and_wrong_types_are_refused() -> None:
+def test_other_types_and_widths_are_computed_without_triton() -> None:
     q, k = inputs("random", 10, 2, 64, torch.bfloat16, "cuda")
-    with pytest.raises(ValueError, match="must be bfloat16 or float16"):
-        scores(q.float(), k.float(), [0, 10], 0.1)
-    with pytest.raises(ValueError, match="head_dim 40"):
-        scores(q[..., :40], k[..., :40], [0, 10], 0.1)
+    for query, key in ((q.float(), k.float()), (q[..., :40], k[..., :40])):
+        assert not runs_triton(query)
+        got = scores(query, key, [0, 4, 10], 0.1)
+        assert relative_error(got, exact(query, key, [0, 4, 10], 0.1)[0].mean(0)) < 1e-4
+
+
+def test_a_cu_seqlens_elsewhere_is_refused() -> None:
+    q, k = inputs("random", 10, 2, 64, torch.bfloat16, "cuda")
     with pytest.raises(ValueError, match="holds an empty image"):
         scores(q, k, torch.tensor([0, 10, 10]), 0.1)
     device = torch.tensor([0, 10, 10], device="cuda")

@@ -116,12 +116,17 @@ def test_drafts_of_a_killed_writer_are_cleared(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == [".thing.lock", "thing"]
 
 
-def test_cache_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+def test_cache_that_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(cache.CacheError, match="XDG_CACHE_HOME"):
-        cache.ensure_folder(tmp_path / "file" / "thing", lambda folder: None)
-    with pytest.raises(cache.CacheError, match="XDG_CACHE_HOME"):
+    with pytest.raises(cache.CacheError, match="name a place within a folder"):
         cache.write_folder(tmp_path / "file" / "thing", lambda draft: None)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(cache.CacheError, match="XDG_CACHE_HOME"):
+        cache.ensure_folder(cache.root() / "thing", lambda folder: None)
+    with pytest.raises(cache.CacheError, match="XDG_CACHE_HOME"):
+        cache.write_folder(cache.root() / "thing", lambda draft: None)
 
 
 def _count_writes(root: Path, start: float) -> None:
