@@ -112,9 +112,15 @@ def _idle(settings: Settings) -> set[str]:
     """Settings that nothing reads, given the others."""
     idle = set()
     if settings.routing.policy != "sere":
+        idle |= {"routing.similarity_threshold", "routing.similarity_quantile"}
+    if settings.routing.similarity_quantile is not None:
         idle.add("routing.similarity_threshold")
     if settings.routing.policy != "topk":
         idle.add("routing.renormalize")
+    if settings.routing.policy not in ("xshare", "lynx"):
+        idle.add("routing.budget")
+    if settings.routing.policy != "random_remap":
+        idle.add("routing.seed")
     vision, of_attention = settings.vision, {"vision.layer", "vision.budget", "vision.merge"}
     if not vision.prunes:
         idle |= {"vision.policy", "vision.min_tokens_per_image", *of_attention}

@@ -139,10 +139,15 @@ class VisionSettings:
 class RoutingSettings:
     """The decode lever."""
 
-    policy: Annotated[str, _one_of("off", "topk", "sere")]
+    policy: Annotated[str, _one_of("off", "topk", "sere", "random_remap", "oea", "xshare", "lynx")]
     primary_experts: Annotated[int | None, _at_least(1)]
     similarity_threshold: Annotated[float, _number("a number in [0, 1]", lambda v: 0 <= v <= 1)]
+    similarity_quantile: Annotated[
+        float | None, _number("a number in [0, 1]", lambda v: 0 <= v <= 1)
+    ]
     renormalize: bool
+    budget: Annotated[int | None, _at_least(1)]
+    seed: Annotated[int, _number("a number in [0, 2^31)", lambda v: 0 <= v < 2**31)]
     similarity_path: str | None
     protection_path: str | None
 
@@ -296,6 +301,9 @@ def _contradictions(s: Settings) -> typing.Iterator[str]:
                 f"load.concurrency={s.load.concurrency!r}: only load.arrival=closed limits it; "
                 "takes null"
             )
+    r = s.routing
+    if r.policy in ("xshare", "lynx") and r.primary_experts is not None and r.budget is None:
+        yield f"routing.budget=None: routing.policy={r.policy} takes a whole number >= 1"
     e = s.engine
     if e.kind == "remote":
         if not (e.url or "").startswith(("http://", "https://")):

@@ -15,7 +15,7 @@ from harness.engine.server import EngineError
 from harness.load.record import ImageTokens, RoutingCounts
 from harness.settings import RoutingSettings
 
-PROTOCOL = 3
+PROTOCOL = 4
 _CACHES = ("prefix", "mm", "encoder")
 
 
@@ -112,7 +112,10 @@ class Levers:
             "policy": routing.policy,
             "primary_experts": routing.primary_experts,
             "similarity_threshold": routing.similarity_threshold,
+            "similarity_quantile": routing.similarity_quantile,
             "renormalize": routing.renormalize,
+            "budget": routing.budget,
+            "seed": routing.seed,
             "similarity_path": similarity_path,
             "protection_path": routing.protection_path,
         }

@@ -13,9 +13,9 @@ from harness.engine.levers import Hooks, Levers
 from harness.engine.server import EngineError
 from harness.settings import RoutingSettings
 
-_OFF = RoutingSettings("off", None, 1.0, True, None, None)
+_OFF = RoutingSettings("off", None, 1.0, None, True, None, 0, None, None)
 # One primary expert and no threshold: in a batch of one, every secondary expert has to move.
-_HARDEST = RoutingSettings("sere", 1, 0.0, True, None, None)
+_HARDEST = RoutingSettings("sere", 1, 0.0, None, True, None, 0, None, None)
 _REQUEST_ID = "pruneroute-probe"
 _TOKENS = 4
 

@@ -33,10 +33,12 @@ AXES: tuple[Axis, ...] = (
     Axis("qps", "QPS [requests/s]", measured=True),
     Axis("concurrency", "Concurrency [requests]", measured=True),
     Axis("similarity_threshold", "ρ", measured=True),
+    Axis("similarity_quantile", "ρ quantile", measured=True),
     Axis("routing_policy", "Policy"),
+    Axis("routing_budget", "Budget [experts]", measured=True),
     Axis("protection", "Protection"),
     Axis("vision_policy", "Vision policy"),
-    Axis("vision_budget", "Budget"),
+    Axis("vision_budget", "Vision budget"),
     Axis("vision_merge", "Merge"),
     Axis("workload", "Workload"),
     Axis("model", "Model"),
@@ -49,7 +51,13 @@ ALWAYS = ("retain_ratio", "primary_experts", "qps")
 IF_SEVERAL = ("concurrency", "similarity_threshold")
 
 # With re-routing off these say nothing about the cell.
-_OF_ROUTING = ("routing_policy", "similarity_threshold", "protection")
+_OF_ROUTING = (
+    "routing_policy",
+    "similarity_threshold",
+    "similarity_quantile",
+    "routing_budget",
+    "protection",
+)
 # Settings that an axis stands for, the rest being "other" settings.
 _KEYS = frozenset(
     {
@@ -61,6 +69,8 @@ _KEYS = frozenset(
         "routing.primary_experts",
         "routing.policy",
         "routing.similarity_threshold",
+        "routing.similarity_quantile",
+        "routing.budget",
         "routing.protection_path",
         "load.qps",
         "load.concurrency",

@@ -99,7 +99,11 @@ def _settings(cell: Cell, top_k: int | None) -> dict[str, Any]:
         "min_tokens_per_image": s.vision.min_tokens_per_image,
         "routing_policy": routing.policy,
         "primary_experts": OFF if routing.primary_experts is None else routing.primary_experts,
-        "similarity_threshold": routing.similarity_threshold if routing.policy == "sere" else None,
+        "similarity_threshold": routing.similarity_threshold
+        if routing.policy == "sere" and routing.similarity_quantile is None
+        else None,
+        "similarity_quantile": routing.similarity_quantile if routing.policy == "sere" else None,
+        "routing_budget": routing.budget if routing.policy in ("xshare", "lynx") else None,
         "protection": None if path is None else one_line(PurePath(path).name),
         "arrival": s.load.arrival,
         "qps": s.load.qps,

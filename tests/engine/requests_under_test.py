@@ -203,6 +203,9 @@ def set_routing(
     primary_experts: int | None = None,
     similarity_threshold: float = 0.5,
     renormalize: bool = True,
+    budget: int | None = None,
+    seed: int = 0,
+    similarity_quantile: float | None = None,
     similarity_path: str | None = None,
     protection_path: str | None = None,
 ) -> str | None:
@@ -212,6 +215,9 @@ def set_routing(
         "primary_experts": primary_experts,
         "similarity_threshold": similarity_threshold,
         "renormalize": renormalize,
+        "budget": budget,
+        "seed": seed,
+        "similarity_quantile": similarity_quantile,
         "similarity_path": similarity_path,
         "protection_path": protection_path,
     }

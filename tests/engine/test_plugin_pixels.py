@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from transformers import AutoImageProcessor, Qwen2VLImageProcessor
 
+from harness.engine.plugin.model import FusedGroups
 from harness.engine.plugin.pixels import (
     Normalization,
     cutting_only,
@@ -90,3 +91,26 @@ def test_a_checkpoint_that_does_less_keeps_its_processor(name: str) -> None:
     stock = processors()[0]
     setattr(stock, name, False)
     assert not sends_bytes(stock, {})
+
+
+def encoder_input(pixels: torch.Tensor, **model: Any) -> torch.Tensor:
+    """What `FusedGroups` hands to the encoder, of a model with these attributes."""
+    visual = SimpleNamespace(dtype=torch.bfloat16, **model.pop("visual", {}))
+    owner = SimpleNamespace(visual=visual, **{"_normalization": None, **model})
+    return FusedGroups._encoder_input(owner, pixels)  # type: ignore[arg-type]
+
+
+def test_whoever_is_to_normalise_does_so_once() -> None:
+    pixels = torch.arange(6, dtype=torch.uint8).view(1, 6)
+
+    def halved(given: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return (given / 2).to(dtype)
+
+    assert torch.equal(encoder_input(pixels, _normalization=halved), halved(pixels, torch.bfloat16))
+    assert torch.equal(encoder_input(pixels, input_norm=halved), halved(pixels, torch.bfloat16))
+    inside = encoder_input(pixels, visual={"input_norm": halved})
+    assert inside is pixels
+    floats = pixels.to(torch.bfloat16)
+    assert encoder_input(floats) is floats
+    with pytest.raises(RuntimeError, match="no-mm-device-do-normalize"):
+        encoder_input(pixels)

@@ -38,7 +38,7 @@ def run_step(
     log.begin(requests, len(requests), prefill)
     for layer in range(LAYERS):
         counted = torch.tensor([value, value + 10 * layer, value + 20 * layer], dtype=torch.int32)
-        log.write(layer, counted)
+        log.counters[log.slot, layer] = counted
 
 
 def want(value: int) -> list[list[int]]:
@@ -107,7 +107,7 @@ def test_a_write_touches_its_own_step_and_layer_alone() -> None:
     run_step(log, 5)
     before = log.counters.clone()
     log.begin(("r",), 1, 0)
-    log.write(1, torch.tensor([7, 8, 9], dtype=torch.int32))
+    log.counters[log.slot, 1] = torch.tensor([7, 8, 9], dtype=torch.int32)
     assert log.counters[1, 1].tolist() == [7, 8, 9]
     log.counters[1, 1] = 0
     assert torch.equal(log.counters, before)
@@ -239,8 +239,6 @@ def test_a_step_of_the_second_runner_is_noted(lever: None) -> None:
     note_prepared(runner, output, batch)
     assert LEVER.row_kind.tolist() == [DECODE, *[PREFILL] * 4, DECODE] + [0] * 10
     assert LEVER.log is not None
-    for layer in range(LAYERS):
-        LEVER.log.write(layer, torch.zeros(len(COUNTERS), dtype=torch.int32))
     step = LEVER.log.drain()[0][0]
     assert (step.decode_requests, step.decode_rows, step.prefill_rows) == (("a", "c"), 2, 4)
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from harness.engine.plugin.routing import POLICIES, RoutedLayer, RoutingLever
-from kernels.sere import reference
+from harness.calibration.quantiles import quantile_thresholds
+from harness.engine.plugin.routing import RoutedLayer, RoutingLever, why_opaque
+from kernels.sere import fused, reference
+from kernels.sere.fused import POLICIES
 from kernels.sere.reference import DECODE, PADDING, PREFILL
 
 EXPERTS, SLOTS, LAYERS = 16, 4, (2, 5)
 CPU = torch.device("cpu")
+LOGITS = torch.randn(64, EXPERTS, generator=torch.Generator().manual_seed(0))
 
 
 def lever(rows: int = 64) -> RoutingLever:
@@ -74,11 +79,11 @@ def test_sere_moves_slots_by_each_layers_own_matrices(primary: int, threshold: f
     step(made, KINDS)
     outs = []
     for rank, layer in enumerate(LAYERS):
-        got_weights, got_ids = made.reroute(layer, weights, ids)
+        got_weights, got_ids = made.reroute(layer, weights, ids, LOGITS[: len(ids)])
         kinds, guard = torch.tensor(KINDS), protected[rank].bool()
         want = reference.sere(ids, weights, kinds, similarity[rank], guard, primary, threshold)
         assert got_ids.tolist() == want.tolist()
-        assert got_weights is weights
+        assert torch.equal(got_weights, weights)
         outs.append(got_ids)
     for out, counted in zip(outs, counters(made), strict=True):
         moved = int((out != ids).sum())
@@ -93,7 +98,7 @@ def test_topk_drops_slots(renormalize: bool) -> None:
     weights, ids = routes(len(KINDS), seed=3)
     step(made, KINDS)
     for layer in LAYERS:
-        got_weights, got_ids = made.reroute(layer, weights, ids)
+        got_weights, got_ids = made.reroute(layer, weights, ids, LOGITS[: len(ids)])
         want = reference.topk(ids, weights, torch.tensor(KINDS), 1, renormalize)
         assert torch.equal(got_ids, want[0])
         assert torch.equal(got_weights, want[1])
@@ -118,52 +123,90 @@ def test_settings_that_change_nothing_are_off(setting: tuple[Any, ...]) -> None:
     made.set("sere", 1, 0.0, True)
     made.set_matrices(torch.ones(len(LAYERS), EXPERTS, EXPERTS), None)
     made.set(*setting)
-    assert int(made.policy) == POLICIES.index("off")
+    assert int(made.settings[0]) == POLICIES.index("off")
     weights, ids = routes(4, seed=1)
     step(made, [DECODE] * 4)
     for layer in LAYERS:
-        got_weights, got_ids = made.reroute(layer, weights, ids)
-        assert got_weights is weights
-        assert got_ids is ids
+        got_weights, got_ids = made.reroute(layer, weights, ids, LOGITS[: len(ids)])
+        assert torch.equal(got_weights, weights)
+        assert torch.equal(got_ids, ids)
     assert counters(made) == [[distinct(ids, [DECODE] * 4)] * 2 + [0]] * len(LAYERS)
 
 
+@pytest.mark.parametrize("policy", fused.RESELECTING)
+def test_rivals_choose_by_the_routers_logits(policy: str) -> None:
+    made = lever()
+    made.set(policy, 1, 0.5, True, 4)
+    weights, ids = routes(len(KINDS), seed=3)
+    step(made, KINDS)
+    out = {}
+    for layer, logits in zip(LAYERS, (LOGITS[:5], -LOGITS[:5]), strict=True):
+        got_weights, got_ids = made.reroute(layer, weights, ids, logits)
+        assert distinct(got_ids, KINDS) < distinct(ids, KINDS)
+        torch.testing.assert_close(got_weights.sum(1), weights.sum(1))
+        out[layer] = got_ids
+    assert not torch.equal(*out.values())
+
+
+def test_a_quantile_is_a_threshold_of_each_layers_own() -> None:
+    made = lever()
+    similarity = similarities(6)
+    similarity[1] /= 10
+    made.set_matrices(similarity, None)
+    made.set("sere", 1, 0.0, True, similarity_quantile=0.5)
+    assert torch.equal(made.threshold, quantile_thresholds(similarity, 0.5))
+    assert float(made.threshold[0]) > 5 * float(made.threshold[1])
+    made.set("sere", 1, 0.25, True)
+    assert made.threshold.tolist() == [0.25] * 2
+
+
+def test_a_router_whose_scores_are_its_own_keeps_rivals_away() -> None:
+    made = lever()
+    made.layers[5] = dataclasses.replace(made.layers[5], opaque="chooses within groups of experts")
+    with pytest.raises(ValueError, match="policy oea: layer 5 chooses within groups"):
+        made.set("oea", 1, 0.5, True)
+    made.set("sere", 1, 0.5, True)
+
+
+def test_a_layer_without_logits_of_its_experts_keeps_rivals_away() -> None:
+    made = lever()
+    weights, ids = routes(4, seed=1)
+    made.reroute(2, weights, ids, torch.zeros(4, EXPERTS + 1))
+    with pytest.raises(ValueError, match=r"policy lynx: layer 2 .*no logits"):
+        made.set("lynx", 1, 0.5, True, 4)
+    made.set("sere", 1, 0.5, True)
+    step(made, [DECODE] * 4)
+    made.reroute(2, weights, ids, torch.zeros(4, EXPERTS + 1))
+
+
 @pytest.mark.parametrize(
-    "setting",
+    ("attributes", "reason"),
     [
-        ("off", 1, 0.0, True),
-        ("sere", 1, 0.0, True),
-        ("sere", 2, 0.6, False),
-        ("sere", SLOTS, 0.0, True),
-        ("topk", 1, 0.5, True),
-        ("topk", 2, 0.5, False),
+        ({"scoring_func": "softmax"}, None),
+        ({"scoring_func": "sigmoid", "e_score_correction_bias": torch.zeros(4)}, None),
+        ({"scoring_func": "sigmoid", "use_grouped_topk": True, "num_expert_group": 1}, None),
+        ({"scoring_func": "softmax", "use_grouped_topk": True, "num_expert_group": 4}, "groups"),
+        ({"scoring_func": "softmax", "custom_routing_function": print}, "function of its own"),
+        ({"scoring_func": "sqrtsoftplus"}, "sqrtsoftplus"),
+        ({"scoring_func": "softmax", "e_score_correction_bias": torch.zeros(4)}, "bias"),
+        ({}, "None"),
     ],
     ids=str,
 )
-def test_reading_the_policy_on_the_device_gives_the_same_routes(setting: tuple[Any, ...]) -> None:
-    """A captured graph cannot ask Python for the policy; it must do what Python would choose."""
-    made = lever()
-    made.set_matrices(similarities(4), (torch.arange(2 * EXPERTS) % 5 == 0).view(2, EXPERTS))
-    made.set(*setting)
-    weights, ids = routes(len(KINDS), seed=5)
-    kinds = torch.tensor(KINDS, dtype=torch.uint8)
-    for rank in range(len(LAYERS)):
-        want_weights, want_ids = made._apply_chosen(rank, weights, ids, kinds)
-        got_weights, got_ids = made._apply_all(rank, weights, ids, kinds)
-        assert torch.equal(got_ids, want_ids)
-        assert torch.equal(got_weights, want_weights)
-        assert (got_ids.dtype, got_weights.dtype) == (ids.dtype, weights.dtype)
+def test_which_routers_can_be_chosen_by(attributes: dict[str, Any], reason: str | None) -> None:
+    found = why_opaque(SimpleNamespace(**attributes))
+    assert found is None if reason is None else reason in (found or "")
 
 
 def state(made: RoutingLever) -> list[Any]:
-    tensors = (made.policy, made.primary, made.threshold, made.renormalize)
-    return [t.tolist() for t in (*tensors, made.similarity, made.protected)]
+    tensors = (made.settings, made.threshold, made.similarity, made.protection)
+    return [t.tolist() for t in tensors]
 
 
 @pytest.mark.parametrize(
     ("setting", "match"),
     [
-        (("fast", 2, 0.5, True), "policy 'fast': one of off, topk, sere"),
+        (("fast", 2, 0.5, True), "policy 'fast': one of off, topk, sere, random_remap"),
         (("sere", 0, 0.5, True), "primary_experts 0"),
         (("sere", -1, 0.5, True), "primary_experts -1"),
         (("sere", 1.5, 0.5, True), "primary_experts 1.5: a whole number"),
@@ -175,6 +218,11 @@ def state(made: RoutingLever) -> list[Any]:
         (("sere", 2, None, True), "similarity_threshold None"),
         (("topk", 2, 0.5, None), "renormalize None"),
         (("off", 0, 0.5, True), "primary_experts 0"),
+        (("xshare", 1, 0.5, True), "budget None"),
+        (("lynx", 1, 0.5, True, 0), "budget 0"),
+        (("lynx", 1, 0.5, True, 2.5), "budget 2.5: a whole number"),
+        (("random_remap", 1, 0.5, True, None, -1), "seed -1"),
+        (("sere", 1, 0.5, True, None, 0, 1.5), "similarity_quantile 1.5"),
     ],
     ids=str,
 )
@@ -214,15 +262,16 @@ def test_matrices_of_another_shape_are_refused_and_change_nothing(
 def test_settings_and_matrices_are_rewritten_where_they_are() -> None:
     """A captured graph reads the tensors that it was captured with."""
     made = lever()
-    names = ("policy", "primary", "threshold", "renormalize", "similarity", "protected")
+    names = ("settings", "threshold", "similarity", "protection")
     before = {name: getattr(made, name).data_ptr() for name in names}
     made.set_matrices(similarities(1), torch.ones(len(LAYERS), EXPERTS))
     made.set("topk", 2, 0.75, False)
     assert {name: getattr(made, name).data_ptr() for name in names} == before
-    assert [int(made.policy), int(made.primary), float(made.threshold)] == [1, 2, 0.75]
+    assert made.settings.tolist() == [1, 2, 0, 0, 0]
+    assert made.threshold.tolist() == [0.75] * len(LAYERS)
     made.set_matrices(None, None)
     assert torch.equal(made.similarity, torch.eye(EXPERTS).repeat(len(LAYERS), 1, 1))
-    assert not bool(made.protected.any())
+    assert not bool(made.protection.any())
 
 
 def test_tensors_made_inside_a_step_can_be_set_between_steps() -> None:
@@ -231,14 +280,14 @@ def test_tensors_made_inside_a_step_can_be_set_between_steps() -> None:
     made.layers, made.max_rows = {0: RoutedLayer(0, EXPERTS, SLOTS)}, 16
     weights, ids = routes(4, seed=1)
     with torch.inference_mode():
-        made.reroute(0, weights, ids)
+        made.reroute(0, weights, ids, LOGITS[: len(ids)])
         step(made, [DECODE] * 4)
-        made.reroute(0, weights, ids)
+        made.reroute(0, weights, ids, LOGITS[: len(ids)])
     made.set_matrices(torch.ones(1, EXPERTS, EXPERTS), None)
     made.set("sere", 1, 0.0, True)
     step(made, [DECODE] * 4)
     with torch.inference_mode():
-        _, moved = made.reroute(0, weights, ids)
+        _, moved = made.reroute(0, weights, ids, LOGITS[: len(ids)])
     assert not torch.equal(moved, ids)
     assert int(made.calls[0]) == 3
 
@@ -248,10 +297,10 @@ def test_rows_are_padding_until_a_step_says_otherwise() -> None:
     made = RoutingLever()
     made.layers, made.max_rows = {0: RoutedLayer(0, EXPERTS, SLOTS)}, 20
     weights, ids = routes(20, seed=1)
-    made.reroute(0, weights, ids)
+    made.reroute(0, weights, ids, LOGITS[: len(ids)])
     made.set_matrices(torch.ones(1, EXPERTS, EXPERTS), None)
     made.set("sere", 1, 0.0, True)
-    _, after = made.reroute(0, weights, ids)
+    _, after = made.reroute(0, weights, ids, LOGITS[: len(ids)])
     assert torch.equal(after, ids)
     assert made.log is not None
     assert int(made.log.counters.sum()) == 0
@@ -260,7 +309,7 @@ def test_rows_are_padding_until_a_step_says_otherwise() -> None:
 def test_a_step_of_more_rows_than_planned_is_refused() -> None:
     made = lever(rows=8)
     with pytest.raises(RuntimeError, match="9 rows; 8 were planned"):
-        made.reroute(2, *routes(9, seed=1))
+        made.reroute(2, *routes(9, seed=1), LOGITS[:9])
 
 
 def test_nothing_can_be_set_without_layers_or_before_the_first_step() -> None:

@@ -66,10 +66,11 @@ def test_a_folder_may_be_named_outright_if_nothing_is_in_it(tmp_path: Path) -> N
     run = RunFolder.create_at(tmp_path / "a" / "b")
     assert run.path == tmp_path / "a" / "b"
     assert (run.path / "cells").is_dir()
-    for taken in (run.path, tmp_path / "file"):
-        (tmp_path / "file").touch()
-        with pytest.raises(ResultsError, match="is not empty, and no run"):
-            RunFolder.create_at(taken)
+    with pytest.raises(ResultsError, match="is not empty, and no run"):
+        RunFolder.create_at(run.path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ResultsError, match="file: is no folder"):
+        RunFolder.create_at(tmp_path / "file")
     (tmp_path / "empty").mkdir()
     assert RunFolder.create_at(tmp_path / "empty").path.is_dir()
 

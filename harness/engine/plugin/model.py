@@ -213,13 +213,27 @@ class FusedGroups:
             for first, end in layout.micro_batches(patches, self._patches_at_once):
                 sizes = [sum(patches[first:end]), sum(patches[end:])]
                 own, pixel_values = pixel_values.split(sizes)
-                if self._normalization is not None:
-                    own = self._normalization(own, visual.dtype)
+                own = self._encoder_input(own)
                 out.append(visual(own, grid_thw=[list(g) for g in grids[first:end]]))
         features = out[0] if len(out) == 1 else torch.cat(out)
         received = (torch.cat([r for r, _ in captured]),) if captured else ()
         found_keys = (torch.cat([k for _, k in captured if k is not None]),) if keys else ()
         return (features, *received, *found_keys)
+
+    def _encoder_input(self, pixels: Tensor) -> Tensor:
+        """Pixels as the encoder takes them, whoever left it to the model to normalise them."""
+        if self._normalization is not None:
+            return self._normalization(pixels, self.visual.dtype)
+        # vLLM 0.28 and 0.29 normalise bytes before the encoder is called, later ones inside it.
+        before = getattr(self, "input_norm", None)
+        if before is not None:
+            return before(pixels, self.visual.dtype)
+        if pixels.dtype == torch.uint8 and not hasattr(self.visual, "input_norm"):
+            raise RuntimeError(
+                "pictures came as bytes to an encoder that does not normalise them; start the server "
+                "with --no-mm-device-do-normalize"
+            )
+        return pixels
 
     def _zipped(
         self,

@@ -2,34 +2,44 @@
 
 The wrapper sits on `_compute_routing`: logical expert ids, before routes are captured and before
 expert-parallel load balancing maps them, so that both see what really runs. K, rho, the policy and the
-matrices live in tensors that stay where they are; rewriting them changes captured CUDA graphs too.
+matrices live in tensors that stay where they are; rewriting them changes captured CUDA graphs too. What
+happens to a layer's routes is one operator, `kernels.sere.fused`.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.calibration.quantiles import quantile_thresholds
 from harness.engine.plugin.telemetry import StepLog
-from kernels.sere import reference
+from kernels.sere import fused
+from kernels.sere.fused import POLICIES
 
 logger = logging.getLogger("vllm.pruneroute")
-
-POLICIES = ("off", "topk", "sere")
 
 
 @dataclass(frozen=True)
 class RoutedLayer:
-    """One mixture-of-experts layer as its router declares it."""
+    """One mixture-of-experts layer as its router declares it.
+
+    Attributes:
+        sigmoid: whether its scores are sigmoids of its logits; else their softmax.
+        bias: [experts], added to sigmoids for ranking; None without.
+        opaque: why nobody else can choose by its scores; None if they can.
+    """
 
     index: int
     experts: int
     top_k: int
+    sigmoid: bool = False
+    bias: Tensor | None = None
+    opaque: str | None = None
 
 
 class RoutingLever:
@@ -47,7 +57,6 @@ class RoutingLever:
         self.refusal: str | None = None
         self.log: StepLog | None = None
         self.max_rows = 0
-        self._policy = "off"
 
     # -- set-up ----------------------------------------------------------------------------------
 
@@ -69,14 +78,28 @@ class RoutingLever:
         if self.layers and next(iter(self.layers.values())).experts != experts:
             self.refusal = "layers with different numbers of experts"
             return
+        if experts > fused.MAX_EXPERTS or top_k > fused.MAX_SLOTS:
+            self.refusal = (
+                f"layer {runner.layer_name!r} has {experts} experts and {top_k} for a token; routes can "
+                f"be changed up to {fused.MAX_EXPERTS} and {fused.MAX_SLOTS}"
+            )
+            return
         index = int(found[1])
-        self.layers[index] = RoutedLayer(index, experts, top_k)
         router = runner.router
+        self.layers[index] = RoutedLayer(
+            index,
+            experts,
+            top_k,
+            sigmoid=getattr(router, "scoring_func", None) == "sigmoid",
+            bias=getattr(router, "e_score_correction_bias", None),
+            opaque=why_opaque(router),
+        )
         compute = router._compute_routing
 
         def compute_routing(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             weights, ids = compute(*args, **kwargs)
-            return self.reroute(index, weights, ids)
+            logits = kwargs["router_logits"] if "router_logits" in kwargs else args[1]
+            return self.reroute(index, weights, ids, logits)
 
         router._compute_routing = compute_routing
 
@@ -102,11 +125,14 @@ class RoutingLever:
         # Rows are padding until a step says otherwise.
         self.row_kind = torch.zeros(self.max_rows, dtype=torch.uint8, device=device)
         self.similarity = torch.eye(e, device=device).repeat(n, 1, 1)
-        self.protected = torch.zeros(n, e, dtype=torch.bool, device=device)
-        self.policy = torch.zeros(1, dtype=torch.int64, device=device)
-        self.primary = torch.full((1,), self.top_k, dtype=torch.int64, device=device)
-        self.threshold = torch.ones(1, device=device)
-        self.renormalize = torch.ones(1, dtype=torch.bool, device=device)
+        self.protection = torch.zeros(n, e, dtype=torch.uint8, device=device)
+        self.settings = self._numbers("off", self.top_k, True).to(device)
+        self.threshold = torch.ones(n, device=device)
+        self.bias = torch.zeros(n, e, device=device)
+        self._blank = torch.zeros(self.max_rows, e, dtype=torch.bfloat16, device=device)
+        for index, layer in self.layers.items():
+            if layer.bias is not None:
+                self.bias[self._rank[index]].copy_(layer.bias.detach())
         self.calls = torch.zeros(n, dtype=torch.int64, device=device)
 
     def prepare(self, device: torch.device) -> None:
@@ -117,40 +143,78 @@ class RoutingLever:
     # -- live settings ---------------------------------------------------------------------------
 
     def check(
-        self, policy: str, primary_experts: int | None, threshold: float, renormalize: bool
+        self,
+        policy: str,
+        primary_experts: int | None,
+        similarity_threshold: float,
+        renormalize: bool,
+        budget: int | None = None,
+        seed: int = 0,
+        similarity_quantile: float | None = None,
     ) -> None:
         """Refuse what `set` cannot take, and change nothing.
 
         Raises:
-            ValueError: no such policy, or a value of the wrong type or out of range.
+            ValueError: no such policy, a value of the wrong type or out of range, or a policy that
+                the model's routers rule out.
         """
         self._require()
         if policy not in POLICIES:
             raise ValueError(f"policy {policy!r}: one of {', '.join(POLICIES)}")
+        if policy in fused.RESELECTING:
+            for layer in self.layers.values():
+                if layer.opaque is not None:
+                    raise ValueError(f"policy {policy}: layer {layer.index} {layer.opaque}")
+        whole = type(budget) is int and budget >= 1
+        if not whole and (policy in fused.BUDGETED or budget is not None):
+            raise ValueError(f"budget {budget!r}: a whole number of at least 1")
+        if type(seed) is not int or not 0 <= seed < 2**31:
+            raise ValueError(f"seed {seed!r}: a whole number from 0 to 2^31 - 1")
         k = primary_experts
         if k is not None and (type(k) is not int or k < 1):
             raise ValueError(f"primary_experts {k!r}: a whole number of at least 1")
-        number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
-        if not number or not 0 <= threshold <= 1:
-            raise ValueError(f"similarity_threshold {threshold!r}: a number in [0, 1]")
+        if not _is_share(similarity_threshold):
+            raise ValueError(f"similarity_threshold {similarity_threshold!r}: a number in [0, 1]")
+        if similarity_quantile is not None and not _is_share(similarity_quantile):
+            raise ValueError(f"similarity_quantile {similarity_quantile!r}: a number in [0, 1]")
         if not isinstance(renormalize, bool):
             raise ValueError(f"renormalize {renormalize!r}: true or false")
 
     def set(
-        self, policy: str, primary_experts: int | None, threshold: float, renormalize: bool
+        self,
+        policy: str,
+        primary_experts: int | None,
+        similarity_threshold: float,
+        renormalize: bool,
+        budget: int | None = None,
+        seed: int = 0,
+        similarity_quantile: float | None = None,
     ) -> None:
-        """Change the lever for the next step.
+        """Change the lever for the next step; a quantile is one of the matrices as they are now.
 
         Raises:
             ValueError: as `check` does.
         """
-        self.check(policy, primary_experts, threshold, renormalize)
+        self.check(
+            policy, primary_experts, similarity_threshold, renormalize, budget, seed,
+            similarity_quantile,
+        )  # fmt: skip
         k = self.top_k if primary_experts is None else primary_experts
-        self._policy = policy if k < self.top_k else "off"
-        self.policy.fill_(POLICIES.index(self._policy))
-        self.primary.fill_(k)
-        self.threshold.fill_(threshold)
-        self.renormalize.fill_(renormalize)
+        if k >= self.top_k:
+            policy = "off"
+        self.settings.copy_(self._numbers(policy, k, renormalize, budget or 0, seed))
+        if similarity_quantile is None:
+            self.threshold.fill_(similarity_threshold)
+        else:
+            self.threshold.copy_(quantile_thresholds(self.similarity, similarity_quantile))
+
+    @staticmethod
+    def _numbers(
+        policy: str, primary_experts: int, renormalize: bool, budget: int = 0, seed: int = 0
+    ) -> Tensor:
+        """[5] int32, as `fused.SETTINGS`."""
+        numbers = (POLICIES.index(policy), primary_experts, renormalize, budget, seed)
+        return torch.tensor(numbers, dtype=torch.int32)
 
     def set_matrices(self, similarity: Tensor | None, protected: Tensor | None) -> None:
         """Replace the matrices in place; `None` resets to identity, and to nothing protected.
@@ -165,7 +229,7 @@ class RoutingLever:
         self._require()
         n, e = len(self.layers), self.experts
         new_s = torch.eye(e).repeat(n, 1, 1) if similarity is None else similarity
-        new_p = torch.zeros(n, e, dtype=torch.bool) if protected is None else protected.bool()
+        new_p = torch.zeros(n, e) if protected is None else protected != 0
         for name, tensor, shape in (
             ("similarity", new_s, (n, e, e)),
             ("protection", new_p, (n, e)),
@@ -173,7 +237,7 @@ class RoutingLever:
             if tuple(tensor.shape) != shape:
                 raise ValueError(f"{name} {tuple(tensor.shape)}: this model needs {shape}")
         self.similarity.copy_(new_s)
-        self.protected.copy_(new_p)
+        self.protection.copy_(new_p)
 
     def _require(self) -> None:
         if self.refusal or not self.layers:
@@ -183,64 +247,58 @@ class RoutingLever:
 
     # -- every step ------------------------------------------------------------------------------
 
-    def reroute(self, layer: int, weights: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's routes under the current setting. weights, ids: [rows, slots]; shapes stay."""
+    def reroute(
+        self, layer: int, weights: Tensor, ids: Tensor, logits: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """A layer's routes under the current setting.
+
+        Args:
+            layer: its index in the model.
+            weights, ids: [rows, slots], the router's.
+            logits: [rows, experts], that it made them of.
+
+        Returns:
+            weights and ids of the same shapes and types.
+        """
         if self.log is None:
             self._allocate(ids.device)
-        rank = self._rank[layer]
-        self.calls[rank] += 1
-        kind = self.row_kind[: ids.shape[0]]
-        if kind.shape[0] < ids.shape[0]:
-            raise RuntimeError(f"a step of {ids.shape[0]} rows; {self.max_rows} were planned for")
-        new_weights, new_ids = self._apply(rank, weights, ids, kind)
-        decode = (kind == reference.DECODE).unsqueeze(1)
-        before = reference.expert_set(ids, decode, self.experts).sum()
-        after = reference.expert_set(new_ids, decode, self.experts).sum()
-        moved = (new_ids != ids).sum()
         assert self.log is not None
-        self.log.write(rank, torch.stack([before, after, moved]).to(torch.int32))
-        return new_weights, new_ids
-
-    def _apply(
-        self, rank: int, weights: Tensor, ids: Tensor, kind: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        # On a CPU nothing is captured, so that Python may choose.
-        choose = self._apply_chosen if ids.device.type == "cpu" else self._apply_all
-        return choose(rank, weights, ids, kind)
-
-    def _apply_chosen(
-        self, rank: int, weights: Tensor, ids: Tensor, kind: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Compute what the policy asks for."""
-        if self._policy == "sere":
-            return weights, self._sere(rank, weights, ids, kind)
-        if self._policy == "topk":
-            new_ids, new_weights = reference.topk(
-                ids, weights, kind, self.primary, self.renormalize
+        if len(self.row_kind) < len(ids):
+            raise RuntimeError(f"a step of {len(ids)} rows; {self.max_rows} were planned for")
+        # Some kernels ask for unsigned ids; the bits are the same.
+        rank = self._rank[layer]
+        if logits.shape != (len(ids), self.experts) or logits.dtype not in fused.LOGIT_TYPES:
+            self.layers[layer] = replace(
+                self.layers[layer], opaque="gives its router no logits of its experts"
             )
-            return new_weights, new_ids
-        return weights, ids
+            logits = self._blank[: len(ids)]
+        signed = ids.view(torch.int32) if ids.dtype == torch.uint32 else ids
+        new_ids, new_weights = fused.reroute(
+            signed, weights.float(), self.row_kind, self.similarity, self.protection, self.settings,
+            self.threshold, self.log.counters, self.log.slot, self.calls, logits, self.bias[rank], rank,
+            self.layers[layer].sigmoid,
+        )  # fmt: skip
+        return new_weights.to(weights.dtype), new_ids.view(ids.dtype)
 
-    def _apply_all(
-        self, rank: int, weights: Tensor, ids: Tensor, kind: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """The same with the policy read on the device: a captured graph holds every policy."""
-        moved = self._sere(rank, weights, ids, kind)
-        cut_ids, cut_weights = reference.topk(ids, weights, kind, self.primary, self.renormalize)
-        is_sere, is_topk = self.policy == 2, self.policy == 1
-        new_ids = torch.where(is_sere, moved, torch.where(is_topk, cut_ids, ids))
-        return torch.where(is_topk, cut_weights, weights), new_ids
 
-    def _sere(self, rank: int, weights: Tensor, ids: Tensor, kind: Tensor) -> Tensor:
-        return reference.sere(
-            ids,
-            weights,
-            kind,
-            self.similarity[rank],
-            self.protected[rank],
-            self.primary,
-            self.threshold,
-        )
+def _is_share(value: object) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 <= value <= 1  # type: ignore[operator]
+
+
+def why_opaque(router: Any) -> str | None:
+    """Why experts cannot be chosen anew by a router's scores; None if they can."""
+    if getattr(router, "custom_routing_function", None) is not None:
+        return "routes by a function of its own"
+    grouped = getattr(router, "use_grouped_topk", type(router).__name__ == "GroupedTopKRouter")
+    if grouped and (getattr(router, "num_expert_group", None) or 1) > 1:
+        return "chooses within groups of experts"
+    scoring = getattr(router, "scoring_func", None)
+    if scoring not in ("softmax", "sigmoid"):
+        return f"scores by {scoring!r}"
+    if scoring == "softmax" and getattr(router, "e_score_correction_bias", None) is not None:
+        return "adds a bias to softmax scores"
+    return None
 
 
 LEVER = RoutingLever()

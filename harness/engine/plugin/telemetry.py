@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 MAX_STEPS = 65_536
 """Steps that can be held between two drains; older ones are overwritten and counted as lost."""
@@ -90,10 +89,6 @@ class StepLog:
                 del self.steps[0]
                 self.lost += 1
         self._next += 1
-
-    def write(self, layer: int, values: Tensor) -> None:
-        """Store one layer's counters, [3] int32, for the running step; never synchronises."""
-        self.counters[:, layer].index_copy_(0, self.slot, values.unsqueeze(0))
 
     def drain(self) -> tuple[list[Step], np.ndarray, int]:
         """All steps since the last drain, their counters [steps, layers, 3], and how many were lost."""

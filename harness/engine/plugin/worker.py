@@ -18,7 +18,7 @@ from harness.engine.plugin.telemetry import VISION
 routing.install()
 steps.install()
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Raised whenever a method, or a setting that travels with a request, changes its meaning."""
 
 
@@ -43,10 +43,11 @@ class LeverWorker:
         }
 
     def pruneroute_set_routing(self, setting: str) -> dict[str, Any]:
-        """Set policy, K, rho and, if given, the matrices. `setting`: a JSON object.
+        """Set the policy, its numbers and, if given, the matrices. `setting`: a JSON object.
 
-        Keys: ``policy``, ``primary_experts``, ``similarity_threshold``, ``renormalize``, and the paths
-        ``similarity_path`` and ``protection_path`` (`null` resets).
+        Keys: ``policy``, ``primary_experts``, ``similarity_threshold``, ``similarity_quantile``,
+        ``renormalize``, ``budget``, ``seed``, and the paths ``similarity_path`` and ``protection_path``
+        (`null` resets).
         """
         from harness.calibration.similarity import load_protection, load_similarity
 
@@ -54,7 +55,11 @@ class LeverWorker:
         if not LEVER.layers or LEVER.refusal:
             return {"error": LEVER.refusal or "the model has no mixture-of-experts layer"}
         layers, experts = len(LEVER.layers), LEVER.experts
-        values = s["policy"], s["primary_experts"], s["similarity_threshold"], s["renormalize"]
+        names = (
+            "policy", "primary_experts", "similarity_threshold", "renormalize", "budget", "seed",
+            "similarity_quantile",
+        )  # fmt: skip
+        values = {name: s[name] for name in names}
         try:
             similarity = (
                 load_similarity(Path(s["similarity_path"]), layers=layers, experts=experts)
@@ -66,9 +71,9 @@ class LeverWorker:
                 if s["protection_path"]
                 else None
             )
-            LEVER.check(*values)  # a setting is taken whole or not at all
+            LEVER.check(**values)  # a setting is taken whole or not at all
             LEVER.set_matrices(similarity, protection)
-            LEVER.set(*values)
+            LEVER.set(**values)
         except (OSError, ValueError) as e:
             return {"error": str(e)}
         return {"error": None}

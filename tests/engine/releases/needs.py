@@ -266,6 +266,9 @@ def _processor_needs(info: str, processor: str, dummy: str) -> list[Need]:
             ("image_width", "image_height", "num_frames", "image_processor", "mm_kwargs"),
         ),
         Has(info, ("ctx", "allowed_mm_limits")),
+        Replaces(f"{info}.get_hf_processor", f"{ours}:GroupInfo.get_hf_processor", (0, ())),
+        # The stock processing has to come by the processor that leaves bytes as they are.
+        IsCalled(f"{info}.get_image_processor", "self.get_hf_processor"),
         Replaces(f"{processor}.apply", f"{ours}:GroupProcessor.apply", (2, ())),
         Replaces(
             f"{processor}._cached_apply_hf_processor",
