@@ -122,7 +122,8 @@ def similarity_path(s: Settings, checkpoint: Checkpoint | None) -> str:
     if not beside.is_file():
         raise SettingsError(
             f"routing.similarity_path=None: there is no {beside}; make it with "
-            f"`python -m harness.calibrate {checkpoint.path}`, or take routing.policy=topk"
+            f"`python -m harness.calibrate similarity model={checkpoint.path} data=FILE`, or take "
+            "routing.policy=topk"
         )
     return str(beside)
 

@@ -1,5 +1,7 @@
 """Similarity and protection matrices, from samples to a small file."""
 
+from pathlib import Path
+
 MEASURES = ("frobenius", "cosine", "cka")
 """Names of the similarities, see `harness.calibration.measures`; the first is the default."""
 
@@ -22,3 +24,8 @@ def similarity_file(measure: str) -> str:
     if measure == MEASURES[0]:
         return SIMILARITY_FILE
     return SIMILARITY_FILE.replace(".safetensors", f"_{measure}.safetensors")
+
+
+def partial_file(out: Path) -> Path:
+    """Where what has been summed up lies until `out` can be written: beside it."""
+    return out.with_name(f"{out.name.removesuffix('.safetensors')}.partial.safetensors")

@@ -24,6 +24,7 @@ Everything is a Gram matrix, [experts, experts] in double precision, of vectors 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -46,6 +47,9 @@ class GramAccumulator(ABC):
 
     fewest: ClassVar[int] = 1
     """Tokens without which there is no result."""
+
+    multiple: ClassVar[int] = 1
+    """Chunks of a multiple of this many tokens leave nothing waiting within."""
 
     def __init__(self, experts: int) -> None:
         self.tokens = 0
@@ -76,6 +80,27 @@ class GramAccumulator(ABC):
                 f"{self.tokens} tokens for calibration: give text of at least {self.fewest}"
             )
         return self._similarity().clamp(0, 1).fill_diagonal_(1).float()
+
+    def state(self) -> dict[str, Tensor]:
+        """All that has been taken in, on the CPU; `restore` makes of it what this one is now."""
+        return {"gram": self._gram.clone(), "tokens": torch.tensor(self.tokens)}
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from the `state` of another one with as many experts.
+
+        Raises:
+            CalibrationError: it is no such state.
+        """
+        gram, tokens = state.get("gram"), state.get("tokens")
+        if gram is None or tokens is None or gram.shape != self._gram.shape:
+            raise CalibrationError(f"no sums of {len(self._gram)} experts: {sorted(state)}")
+        self._gram = gram.clone()
+        self.tokens = int(tokens)
+
+    @classmethod
+    def work_bytes(cls, experts: int, tokens: int, hidden: int) -> int:
+        """Most bytes that taking in a chunk of this many tokens needs, the float32 chunk included."""
+        return 20 * experts * tokens * hidden
 
     @abstractmethod
     def _take(self, outputs: Tensor) -> None: ...
@@ -164,13 +189,31 @@ class CkaAccumulator(GramAccumulator):
     """
 
     fewest = 4
+    multiple = CKA_ROWS
 
     def __init__(self, experts: int) -> None:
         super().__init__(experts)
         self._waiting: list[Tensor] = []
 
+    def state(self) -> dict[str, Tensor]:
+        """As of any measure, with what waits for a minibatch to be full."""
+        waiting = {"rest": self._waiting[0].cpu()} if self._waiting else {}
+        return super().state() | waiting
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """As of any measure."""
+        super().restore(state)
+        self._waiting = [state["rest"]] if "rest" in state else []
+
+    @classmethod
+    def work_bytes(cls, experts: int, tokens: int, hidden: int) -> int:
+        """Most bytes that taking in a chunk of this many tokens needs, the float32 chunk included."""
+        rows = min(tokens, CKA_ROWS)
+        return 4 * experts * (2 * tokens * hidden + rows * hidden) + 20 * experts * rows * rows
+
     def _take(self, outputs: Tensor) -> None:
-        waiting = torch.cat([*self._waiting, outputs.float()], dim=1)
+        held = [rest.to(outputs.device) for rest in self._waiting]
+        waiting = torch.cat([*held, outputs.float()], dim=1)
         *full, rest = waiting.split(CKA_ROWS, dim=1)
         if rest.shape[1] == CKA_ROWS:
             full, rest = [*full, rest], rest[:, :0]
@@ -180,9 +223,9 @@ class CkaAccumulator(GramAccumulator):
 
     def _similarity(self) -> Tensor:
         total = self._gram
-        rest = self._waiting[0]
-        if rest.shape[1] >= self.fewest:
-            total = total + self._hsic(rest)
+        for rest in self._waiting:
+            if rest.shape[1] >= self.fewest:
+                total = total + self._hsic(rest)
         size = total.diagonal().clamp_min(0).sqrt()
         scale = size[:, None] * size[None, :]
         return torch.where(scale > 0, total / scale, 0.0)

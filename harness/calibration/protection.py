@@ -7,7 +7,8 @@ in part: what counts is what becomes of the answers. So every expert of every la
 from in turn, alone, to its most similar expert, and the answers' loss is compared with the loss
 where nothing is moved.
 
-This module knows no model: whoever has one gives the loss.
+This module knows no model: whoever has one gives the loss (`harness.calibration.answers` for
+checkpoints, `harness.pocket.protect` for the bundled one).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from harness.calibration.similarity import CalibrationError
+from kernels.sere.reference import slot_ranks
 
 
 class Reroute(NamedTuple):
@@ -53,6 +55,36 @@ def most_similar(similarity: Tensor) -> Tensor:
     return similarity.masked_fill(own, -torch.inf).argmax(-1)
 
 
+def secondary_slots(ids: Tensor, weights: Tensor, rows: Tensor, primary_experts: int) -> Tensor:
+    """The slots that re-routing may change: all but the heaviest of rows that a server decodes.
+
+    Args:
+        ids: [rows, slots] integer, experts.
+        weights: [rows, slots] float, their shares.
+        rows: [rows] bool, those decoded.
+        primary_experts: K >= 1, slots of a row that stay.
+
+    Returns:
+        bool [rows, slots].
+    """
+    return (slot_ranks(ids, weights) >= primary_experts) & rows[:, None]
+
+
+def rerouted(ids: Tensor, secondary: Tensor, reroute: Reroute) -> Tensor:
+    """Expert ids once one expert's secondary slots are another's; weights stay as they are.
+
+    Args:
+        ids: [rows, slots] integer.
+        secondary: bool [rows, slots], see `secondary_slots`.
+        reroute: from where to where. Where a row has the target already, it then has it twice, and the
+            sum of both weights is its share.
+
+    Returns:
+        [rows, slots], the type as given.
+    """
+    return torch.where(secondary & (ids == reroute.expert), reroute.target, ids)
+
+
 def loss_increases(loss: Loss, similarity: Tensor) -> Tensor:
     """What moving away from each expert costs.
 
@@ -68,11 +100,11 @@ def loss_increases(loss: Loss, similarity: Tensor) -> Tensor:
         CalibrationError: a loss is no finite number.
     """
     targets = most_similar(similarity).tolist()
-    plain = _finite(loss(None), None)
+    plain = finite(loss(None), None)
     rows = []
     for layer, row in enumerate(targets):
         tried = [Reroute(layer, expert, target) for expert, target in enumerate(row)]
-        rows.append([_finite(loss(reroute), reroute) - plain for reroute in tried])
+        rows.append([finite(loss(reroute), reroute) - plain for reroute in tried])
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -97,7 +129,12 @@ def mark_costliest(increases: Tensor, count: int) -> Tensor:
     return marks.scatter_(1, order[:, :count], 1)
 
 
-def _finite(loss: float, reroute: Reroute | None) -> float:
+def finite(loss: float, reroute: Reroute | None) -> float:
+    """The loss, as it is.
+
+    Raises:
+        CalibrationError: it is no finite number.
+    """
     if not math.isfinite(loss):
         raise CalibrationError(
             f"the loss with {reroute or 'nothing re-routed'} is {loss}; run the model in a wider type"

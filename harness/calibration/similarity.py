@@ -9,16 +9,21 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
+
+from harness.calibration.files import write_tensors
 
 FORMAT_VERSION = "1"
 SIMILARITY_KEY = "similarity"
 PROTECTION_KEY = "protection"
+INCREASES_KEY = "loss_increase"
+
+CALIBRATE = "`python -m harness.calibrate similarity model=… data=…`"
+PROTECT = "`python -m harness.calibrate protection model=… data=… similarity=…`"
 
 
 class CalibrationError(ValueError):
-    """A calibration file cannot be used; the message names the cause and the cure."""
+    """A calibration cannot be made, or its file not be used; the message names the cause and the cure."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +51,16 @@ def save_similarity(path: Path, similarity: Tensor, provenance: Provenance) -> N
     """
     if similarity.ndim != 3 or similarity.shape[1] != similarity.shape[2]:
         raise ValueError(f"similarity: expected [layers, E, E], got {list(similarity.shape)}")
-    _write(path, SIMILARITY_KEY, similarity.detach().float(), provenance)
+    _write(path, {SIMILARITY_KEY: similarity.float()}, provenance)
 
 
 def load_similarity(
-    path: Path, *, layers: int, experts: int, model_hash: str | None = None
+    path: Path,
+    *,
+    layers: int,
+    experts: int,
+    model_hash: str | None = None,
+    layer_indices: Sequence[int] | None = None,
 ) -> Tensor:
     """Read and check similarity matrices.
 
@@ -59,17 +69,19 @@ def load_similarity(
         layers: mixture-of-experts layers of the model at hand.
         experts: experts of a layer.
         model_hash: the checkpoint's fingerprint; None to accept a calibration of any model.
+        layer_indices: the model's numbers of those layers; None to accept any.
 
     Returns:
         float32 [layers, experts, experts] in [0, 1], on the CPU.
 
     Raises:
-        CalibrationError: missing or unreadable file, other shape, other model, NaN, values outside
-            [0, 1], or a layer that is the identity (which says that no expert resembles any other:
-            what an uncalibrated buffer holds, and under which re-routing silently does nothing).
+        CalibrationError: missing or unreadable file, other shape, other model, a layer too few or
+            another one, NaN, values outside [0, 1], or a layer that is the identity (which says that
+            no expert resembles any other: what an uncalibrated buffer holds, and under which
+            re-routing silently does nothing).
     """
-    sim, metadata = _read(path, SIMILARITY_KEY)
-    cure = "calibrate this model again (harness.calibration)"
+    sim, metadata = _read(path, SIMILARITY_KEY, CALIBRATE)
+    cure = f"calibrate this model again: {CALIBRATE}"
     _check_shape(path, sim, (layers, experts, experts), cure)
     _check_model(path, metadata, model_hash, cure)
     if not torch.is_floating_point(sim):
@@ -79,7 +91,7 @@ def load_similarity(
         if matrix.isnan().any():
             raise CalibrationError(
                 f"{path}: layer {layer} holds NaN (the model overflowed?); calibrate again in a "
-                "wider type such as float32"
+                "wider type: dtype=float32"
             )
         low, high = float(matrix.min()), float(matrix.max())
         if low < 0 or high > 1:
@@ -92,24 +104,43 @@ def load_similarity(
                 f"{path}: layer {layer} is the identity matrix, so nothing was calibrated and "
                 f"nothing would ever be re-routed; {cure}"
             )
+    _check_layers(path, metadata, layers, layer_indices, cure)
     return sim
 
 
-def save_protection(path: Path, protection: Tensor, provenance: Provenance) -> None:
+def save_protection(
+    path: Path, protection: Tensor, provenance: Provenance, increases: Tensor | None = None
+) -> None:
     """Write `protection` (uint8 [layers, E]; 1 marks an expert never re-routed away from).
 
+    Args:
+        path: over what is there.
+        protection: only 0 and 1.
+        provenance: what it was made from.
+        increases: float64 [layers, E], what moving away from each expert costs; stored beside the marks
+            under `INCREASES_KEY`, so that another number of experts can be marked without measuring
+            again (`harness.calibration.protection.mark_costliest`).
+
     Raises:
-        ValueError: the shape or a value does not fit.
+        ValueError: a shape or a value does not fit.
     """
     if protection.ndim != 2:
         raise ValueError(f"protection: expected [layers, E], got {list(protection.shape)}")
     if not ((protection == 0) | (protection == 1)).all():
         raise ValueError("protection: expected only 0 and 1")
-    _write(path, PROTECTION_KEY, protection.detach().to(torch.uint8), provenance)
+    if increases is not None and increases.shape != protection.shape:
+        raise ValueError(f"increases: {list(increases.shape)} for {list(protection.shape)} experts")
+    further = {} if increases is None else {INCREASES_KEY: increases.double()}
+    _write(path, {PROTECTION_KEY: protection.to(torch.uint8)} | further, provenance)
 
 
 def load_protection(
-    path: Path, *, layers: int, experts: int, model_hash: str | None = None
+    path: Path,
+    *,
+    layers: int,
+    experts: int,
+    model_hash: str | None = None,
+    layer_indices: Sequence[int] | None = None,
 ) -> Tensor:
     """Read and check a protection matrix; arguments as for `load_similarity`.
 
@@ -117,23 +148,28 @@ def load_protection(
         uint8 [layers, experts] of 0 and 1, on the CPU.
 
     Raises:
-        CalibrationError: missing or unreadable file, other shape, other model, or other values.
+        CalibrationError: missing or unreadable file, other shape, model, layers, or other values.
     """
-    protection, metadata = _read(path, PROTECTION_KEY)
-    cure = "write it for this model with harness.calibration.similarity.save_protection"
+    protection, metadata = _read(path, PROTECTION_KEY, PROTECT)
+    cure = f"write it for this model: {PROTECT}"
     _check_shape(path, protection, (layers, experts), cure)
     _check_model(path, metadata, model_hash, cure)
     if not ((protection == 0) | (protection == 1)).all():
         raise CalibrationError(f"{path}: protection has values other than 0 and 1; {cure}")
+    _check_layers(path, metadata, layers, layer_indices, cure)
     return protection.to(torch.uint8)
 
 
 def _check_shape(path: Path, tensor: Tensor, shape: tuple[int, ...], cure: str) -> None:
-    if tuple(tensor.shape) != shape:
-        raise CalibrationError(
-            f"{path}: shape {list(tensor.shape)}, but this model needs {list(shape)}; it belongs "
-            f"to another model: {cure}"
-        )
+    found = tuple(tensor.shape)
+    if found == shape:
+        return
+    lacks = found[1:] == shape[1:] and found[0] < shape[0]
+    why = "layers are missing, or it belongs" if lacks else "it belongs"
+    raise CalibrationError(
+        f"{path}: shape {list(found)}, but this model needs {list(shape)}; {why} to another model: "
+        f"{cure}"
+    )
 
 
 def _check_model(path: Path, metadata: dict[str, str], model_hash: str | None, cure: str) -> None:
@@ -145,11 +181,35 @@ def _check_model(path: Path, metadata: dict[str, str], model_hash: str | None, c
         )
 
 
-def _write(path: Path, key: str, tensor: Tensor, provenance: Provenance) -> None:
-    if len(provenance.layer_indices) != tensor.shape[0]:
-        raise ValueError(
-            f"layer_indices: {len(provenance.layer_indices)} for {tensor.shape[0]} layers"
+def _check_layers(
+    path: Path,
+    metadata: dict[str, str],
+    layers: int,
+    layer_indices: Sequence[int] | None,
+    cure: str,
+) -> None:
+    """Whether the file says of each matrix which layer it is of, each layer once and in order."""
+    said = metadata.get("layer_indices", "")
+    try:
+        theirs = json.loads(said)
+        valid = all(type(n) is int for n in theirs) and theirs == sorted(set(theirs))
+    except (ValueError, TypeError):
+        valid = False
+    if not valid or len(theirs) != layers:
+        raise CalibrationError(
+            f"{path}: names the layers {said or '(none)'} for its {layers} matrices; {cure}"
         )
+    if layer_indices is not None and theirs != list(layer_indices):
+        missing = sorted(set(layer_indices) - set(theirs))
+        raise CalibrationError(
+            f"{path}: is of layers {theirs}; layers {missing} of this model are missing; {cure}"
+        )
+
+
+def _write(path: Path, tensors: dict[str, Tensor], provenance: Provenance) -> None:
+    layers = len(next(iter(tensors.values())))
+    if len(provenance.layer_indices) != layers:
+        raise ValueError(f"layer_indices: {len(provenance.layer_indices)} for {layers} layers")
     metadata = {
         "format_version": FORMAT_VERSION,
         "measure": provenance.measure,
@@ -157,28 +217,12 @@ def _write(path: Path, key: str, tensor: Tensor, provenance: Provenance) -> None
         "data_sha256": provenance.data_sha256,
         "layer_indices": json.dumps(list(provenance.layer_indices)),
     }
-    content = _ordered(save({key: tensor.cpu().contiguous()}, metadata=metadata))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(f".{path.name}.draft")
-    draft.write_bytes(content)
-    draft.replace(path)
+    write_tensors(path, tensors, metadata)
 
 
-def _ordered(content: bytes) -> bytes:
-    """The same safetensors file with its metadata sorted: the library's order is random."""
-    length = int.from_bytes(content[:8], "little")
-    header = json.loads(content[8 : 8 + length])
-    header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text + content[8 + length :]
-
-
-def _read(path: Path, key: str) -> tuple[Tensor, dict[str, str]]:
+def _read(path: Path, key: str, cure: str) -> tuple[Tensor, dict[str, str]]:
     if not path.is_file():
-        raise CalibrationError(
-            f"{path}: no such file; calibrate the model (harness.calibration) or correct the path"
-        )
+        raise CalibrationError(f"{path}: no such file; make it with {cure}, or correct the path")
     try:
         with safe_open(path, framework="pt") as file:
             metadata: dict[str, str] = file.metadata() or {}
@@ -186,13 +230,18 @@ def _read(path: Path, key: str) -> tuple[Tensor, dict[str, str]]:
             tensor = file.get_tensor(key) if key in keys else None
     except SafetensorError as error:
         raise CalibrationError(
-            f"{path}: not a safetensors file ({error}); write it again"
+            f"{path}: not a safetensors file ({error}); write it again: {cure}"
         ) from error
     if tensor is None:
+        if "partial_version" in metadata:
+            raise CalibrationError(
+                f"{path}: holds partial sums; start the command that began it again, and it goes on"
+            )
         raise CalibrationError(f"{path}: holds {list(keys)}, not {key!r}; give the right file")
     version = metadata.get("format_version")
     if version != FORMAT_VERSION:
         raise CalibrationError(
-            f"{path}: format version {version}, this release reads {FORMAT_VERSION}; write it again"
+            f"{path}: format version {version}, this release reads {FORMAT_VERSION}; write it "
+            f"again: {cure}"
         )
     return tensor, metadata

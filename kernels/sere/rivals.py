@@ -98,7 +98,7 @@ def xshare(
     base_experts: Tensor | int,
     budget: Tensor | int,
 ) -> tuple[Tensor, Tensor]:
-    """XShare for one batch on one device (arXiv 2602.07265, section 3.4).
+    """XShare for one batch on one device (arXiv 2602.07265; its section 3.4, read at second hand).
 
     The set begins with the k0 heaviest slots of all decode rows and grows, up to `budget` experts, by
     those with the largest gate value summed over the decode rows; ties go to the lower id. Each decode
@@ -139,14 +139,13 @@ def lynx(
     with the heaviest expert of every decode row, whatever its popularity. A slot whose expert is
     not in the set takes the row's best-ranked expert that is and that the row does not hold yet.
 
-    The paper's (arXiv 2411.08982): a subtractive rule, from the batch's union the least popular
-    experts are dropped (v1, "Lynx-Lat", known only as the OEA and XShare papers sum it up: its text
-    could not be had); decode only; a token still uses k experts; remapped assignments go to experts
-    of the remaining set; a token's top-ranked expert matters most and is preserved; weights are
-    renormalised (v2 and v3). Ours: a fixed budget in place of the paper's choice of how many to drop,
-    the ties, the heaviest expert kept for every row (v3: for tokens whose router is confident), and
-    that the heaviest experts add to the budget. v3 replaces popularity by binned affinities
-    ("AffinityBinning"); that is not done here.
+    The paper's (arXiv 2411.08982): from the union of the batch's experts the least popular are dropped
+    (v1, as the OEA paper sums it up; its own text could not be had). From v3: decode only, a token
+    still uses k experts, assignments are remapped to experts that remain, a token's top-ranked expert
+    matters most, weights are renormalised. v3 also replaces popularity by binned affinities
+    ("AffinityBinning"), which is not done here. Ours: a fixed budget, the ties, next-best by `choice`,
+    the heaviest expert kept for every row (v3: for tokens whose router is confident), and that
+    heaviest experts come on top of the budget.
 
     Experts of prefill rows are in the set for free and take no place of the budget.
 

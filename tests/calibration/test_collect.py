@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from harness.calibration import collect as module
-from harness.calibration.collect import collect, expert_outputs, moe_blocks
+from harness.calibration.checkpoints import moe_blocks
+from harness.calibration.collect import collect, expert_outputs
 from harness.calibration.measures import CkaAccumulator, FrobeniusAccumulator
 from harness.calibration.similarity import CalibrationError
 from harness.calibration.texts import GENERAL_TEXTS

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from harness.calibration.protection import Reroute, loss_increases, mark_costliest, most_similar
+from harness.calibration.protection import (
+    Reroute,
+    loss_increases,
+    mark_costliest,
+    most_similar,
+    rerouted,
+    secondary_slots,
+)
 from harness.calibration.similarity import CalibrationError
 
 SIMILARITY = torch.tensor(
@@ -18,6 +25,18 @@ SIMILARITY = torch.tensor(
 
 def test_most_similar_other_expert_lowest_on_ties() -> None:
     assert most_similar(SIMILARITY).tolist() == [[2, 0, 0], [1, 2, 0]]
+
+
+def test_only_light_slots_of_decoded_rows_are_moved() -> None:
+    ids = torch.tensor([[0, 1, 2], [2, 0, 1], [2, 0, 1]])
+    weights = torch.tensor([[0.2, 0.5, 0.3], [0.3, 0.4, 0.3], [0.5, 0.3, 0.2]])
+    decoded = torch.tensor([True, True, False])
+    secondary = secondary_slots(ids, weights, decoded, 2)
+    # Of equal weights the lower expert is the heavier.
+    assert secondary.int().tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 0]]
+    assert rerouted(ids, secondary, Reroute(0, 0, 2)).tolist() == [[2, 1, 2], [2, 0, 1], [2, 0, 1]]
+    assert rerouted(ids, secondary, Reroute(0, 1, 2)).tolist() == ids.tolist()
+    assert secondary_slots(ids, weights, decoded, 3).sum() == 0
 
 
 def test_asks_for_every_expert_once_in_order() -> None:

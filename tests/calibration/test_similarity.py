@@ -71,6 +71,44 @@ def test_similarity_of_another_model_is_refused(similarity_file: Path) -> None:
         load_similarity(similarity_file, layers=2, experts=8)
 
 
+def test_layers_have_to_be_the_models_own(tmp_path: Path, similarity_file: Path) -> None:
+    sizes = {"layers": 2, "experts": 6}
+    load_similarity(similarity_file, **sizes, layer_indices=(0, 2))
+    with pytest.raises(
+        CalibrationError, match=r"is of layers \[0, 2\]; layers \[1\] of this model"
+    ):
+        load_similarity(similarity_file, **sizes, layer_indices=(0, 1))
+    with pytest.raises(
+        CalibrationError, match=r"layers are missing, or it belongs to another model"
+    ):
+        load_similarity(similarity_file, layers=3, experts=6)
+    marks = tmp_path / "p"
+    save_protection(marks, torch.zeros(2, 4), MADE)
+    with pytest.raises(CalibrationError, match=r"layers \[1\] of this model are missing; write it"):
+        load_protection(marks, layers=2, experts=4, layer_indices=(1, 2))
+
+
+@pytest.mark.parametrize(
+    "said", [None, "", "0 2", "[0]", "[0, 0]", "[2, 0]", "[0, 1.0]", "2", "[]"]
+)
+def test_a_file_has_to_say_which_layer_each_matrix_is_of(tmp_path: Path, said: str | None) -> None:
+    metadata = {"format_version": "1"} | ({} if said is None else {"layer_indices": said})
+    save_file({"similarity": matrices()}, tmp_path / "s", metadata=metadata)
+    with pytest.raises(
+        CalibrationError, match=r"names the layers .* for its 2 matrices; calibrate"
+    ):
+        load_similarity(tmp_path / "s", layers=2, experts=6)
+
+
+def test_a_cure_is_a_command(tmp_path: Path, similarity_file: Path) -> None:
+    with pytest.raises(CalibrationError, match=r"harness.calibrate similarity model=… data=…"):
+        load_similarity(similarity_file, layers=2, experts=6, model_hash="c" * 64)
+    with pytest.raises(
+        CalibrationError, match=r"make it with .*harness.calibrate protection model="
+    ):
+        load_protection(tmp_path / "none", layers=2, experts=6)
+
+
 def test_files_that_are_something_else(tmp_path: Path, similarity_file: Path) -> None:
     with pytest.raises(CalibrationError, match="no such file"):
         load_similarity(tmp_path / "none", layers=2, experts=6)
@@ -105,6 +143,8 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         save_protection(path, torch.ones(2), MADE)
     with pytest.raises(ValueError, match="only 0 and 1"):
         save_protection(path, torch.tensor([[0, 2], [0, 1]]), MADE)
+    with pytest.raises(ValueError, match=r"increases: \[2, 3\] for \[2, 2\] experts"):
+        save_protection(path, torch.zeros(2, 2), MADE, torch.zeros(2, 3))
     with pytest.raises(ValueError, match="layer_indices: 2 for 3 layers"):
         save_similarity(path, torch.rand(3, 4, 4), MADE)
     assert not path.exists()
