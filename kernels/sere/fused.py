@@ -255,7 +255,7 @@ def _by_reference(
         elif policy == "xshare":
             new_ids, new_weights = rivals.xshare(*routes, primary, budget)
         else:
-            new_ids, new_weights = rivals.lynx(*routes, budget)
+            new_ids, new_weights = rivals.lynx(*routes, primary, budget)
     decode = (kind == reference.DECODE).unsqueeze(1)
     experts = similarity.shape[-1]
     counts = [reference.expert_set(i, decode, experts).sum() for i in (ids, new_ids)]

@@ -131,12 +131,13 @@ def lynx(
     row_kind: Tensor,
     scores: Tensor,
     choice: Tensor,
+    base_experts: Tensor | int,
     budget: Tensor | int,
 ) -> tuple[Tensor, Tensor]:
     """Lynx in its first form: the experts that fewest assignments of the batch use are dropped.
 
     The set is the `budget` experts with most decode slots (ties: larger summed weight, then lower id),
-    with the heaviest expert of every decode row, whatever its popularity. A slot whose expert is
+    with the k0 heaviest experts of every decode row, whatever their popularity. A slot whose expert is
     not in the set takes the row's best-ranked expert that is and that the row does not hold yet.
 
     The paper's (arXiv 2411.08982): from the union of the batch's experts the least popular are dropped
@@ -144,13 +145,14 @@ def lynx(
     still uses k experts, assignments are remapped to experts that remain, a token's top-ranked expert
     matters most, weights are renormalised. v3 also replaces popularity by binned affinities
     ("AffinityBinning"), which is not done here. Ours: a fixed budget, the ties, next-best by `choice`,
-    the heaviest expert kept for every row (v3: for tokens whose router is confident), and that
-    heaviest experts come on top of the budget.
+    the k0 heaviest experts kept for every row (v3: one, for tokens whose router is confident), and
+    that these come on top of the budget.
 
     Experts of prefill rows are in the set for free and take no place of the budget.
 
     Args:
         ids, weights, row_kind, scores, choice: see the module.
+        base_experts: k0 >= 1; at k0 >= slots nothing changes.
         budget: popular experts kept, >= 0; at E, or as many experts as decode rows use, nothing
             changes.
 
@@ -162,7 +164,7 @@ def lynx(
     users = _per_expert(step, torch.ones_like(weights, dtype=torch.float32))
     weight = _per_expert(step, weights.float())
     rank = _expert_ranks(users.masked_fill(free, -1), weight)
-    allowed = free | step.heaviest(1) | (rank < budget)
+    allowed = free | step.heaviest(base_experts) | (rank < budget)
     return _reselect(step, allowed, ids, weights, scores, choice)
 
 

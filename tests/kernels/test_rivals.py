@@ -104,7 +104,7 @@ def lynx_set(case: Case) -> set[int]:
             users[case.ids[row][s]] += 1
             mass[case.ids[row][s]] += case.weights[row][s]  # type: ignore[assignment]
     popular = sorted(set(users) - free, key=lambda e: (-users[e], -mass[e], e))
-    return free | set(popular[: case.budget]) | primaries(case, 1)
+    return free | set(popular[: case.budget]) | primaries(case, case.base)
 
 
 def within(case: Case, allowed: set[int]) -> Routes:
@@ -174,7 +174,7 @@ def call(rule: str, case: Case, given: Tensors, wrap: Setting = int) -> tuple[Te
     if rule == "xshare":
         return xshare(*given, wrap(case.base), wrap(case.budget))
     if rule == "lynx":
-        return lynx(*given, wrap(case.budget))
+        return lynx(*given, wrap(case.base), wrap(case.budget))
     return random_remap(*given[:3], wrap(case.base), wrap(case.seed), case.experts)
 
 
@@ -396,7 +396,7 @@ def test_a_step_reads_no_more_experts_than_the_rule_allows(rule: str, case: Case
     elif rule == "xshare":
         assert len(reads - free) <= max(case.budget, len(base - free))
     else:
-        assert len(reads - free) <= case.budget + len(first - free)
+        assert len(reads - free) <= case.budget + len(base - free)
         assert reads <= used | free
     if rule != "random_remap":
         assert first <= reads
@@ -418,6 +418,7 @@ def test_settings_that_allow_everything_change_nothing(rule: str, case: Case) ->
             replace(case, budget=case.experts),
             replace(case, budget=case.experts + 5),
             replace(case, budget=len(used)),
+            replace(case, base=case.slots, budget=0),
         ],
         "random_remap": [replace(case, base=case.slots), replace(case, base=case.slots + 3)],
     }[rule]
@@ -516,7 +517,7 @@ def test_a_captured_graph_can_be_steered(rule: str) -> None:
     steered = {
         "oea": lambda: oea(*given, held["base"]),
         "xshare": lambda: xshare(*given, held["base"], held["budget"]),
-        "lynx": lambda: lynx(*given, held["budget"]),
+        "lynx": lambda: lynx(*given, held["base"], held["budget"]),
         "random_remap": lambda: random_remap(*given[:3], held["base"], held["seed"], case.experts),
     }[rule]
     stream = torch.cuda.Stream()
@@ -563,9 +564,8 @@ def test_a_row_takes_its_top_k_of_the_set(rule: str, case: Case) -> None:
     allowed = SETS[rule](case)
     ids, weights = call(rule, case, case.tensors())
     for row in case.decodes():
-        # Nobody loses its heaviest; with OEA and XShare, its k0.
-        count = 1 if rule == "lynx" else case.base
-        kept = {case.ids[row][s] for s in filled(case, row)[:count]}
+        # Nobody loses its k0 heaviest.
+        kept = {case.ids[row][s] for s in filled(case, row)[: case.base]}
         chosen = published_row(case, row, kept, allowed)
         got = set(ids[row].tolist())
         assert got == chosen
@@ -662,6 +662,7 @@ def test_one_decoding_row_is_cut_to_its_k0() -> None:
     check("lynx", replace(case, budget=0), [[0, 0, 0, -1]], [[0.0, 1.0, 0.0, 0.0]])
     # 0 is the most popular as well (its weight is larger), 2 goes before 3.
     check("lynx", replace(case, budget=2), [[0, 0, 2, -1]], [[0.0, 0.5, 0.5, 0.0]])
+    check("lynx", replace(case, base=2, budget=0), [[0, 0, 2, -1]], [[0.0, 0.5, 0.5, 0.0]])
 
 
 def test_xshare_by_example() -> None:
