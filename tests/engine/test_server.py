@@ -169,6 +169,11 @@ def test_a_killed_harness_leaves_nothing(tmp_path: Path) -> None:
             1,
             "pipeline",
         ),
+        (
+            "kernels.sere.nvrtc.CompileError: cuda.bindings.nvrtc is missing (no such module)",
+            1,
+            "kernel cannot be had: cuda.bindings.nvrtc is missing",
+        ),
         ("", 137, "SIGKILL"),
         ("", -9, "SIGKILL"),
     ],
