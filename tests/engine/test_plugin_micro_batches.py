@@ -69,6 +69,7 @@ class Model(model.FusedGroups):
             vision_config=types.SimpleNamespace(spatial_merge_size=2)
         )
         self._patches_at_once = limit
+        self._normalization = None  # floats come
         self.use_data_parallel = False
 
 

@@ -83,6 +83,7 @@ def by_images(pixels: Tensor) -> list[tuple[Tensor, ...]]:
         visual=Encoder(),
         use_data_parallel=True,
         _patches_at_once=24,
+        _encoder_input=lambda pixels: pixels,
         _merge_unit=lambda: 4,
     )
     model._encoded_here = types.MethodType(FusedGroups._encoded_here, model)
