@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from harness.calibration.similarity import CalibrationError
@@ -128,7 +129,7 @@ def load_model(model_dir: Path, device: str, dtype: torch.dtype) -> nn.Module:
             model, info = cls.from_pretrained(
                 model_dir, dtype=dtype, local_files_only=True, output_loading_info=True
             )
-    except (OSError, ValueError, RuntimeError, ImportError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise CalibrationError(
             f"model={model_dir}: {cls.__name__} cannot be loaded: {_one_line(error)}"
         ) from error
@@ -150,7 +151,7 @@ def load_tokenizer(model_dir: Path) -> Any:
 
     try:
         return transformers.AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, KeyError, ImportError) as error:
         raise CalibrationError(
             f"model={model_dir}: has no tokenizer that Transformers loads: {_one_line(error)}"
         ) from error

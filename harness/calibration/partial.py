@@ -63,6 +63,8 @@ class Partial:
             raise CalibrationError(
                 f"{self.path}: holds no partial sums ({error}); {start_anew}"
             ) from error
+        if done < 0 or not all(bool(t.isfinite().all()) for t in tensors.values()):
+            raise CalibrationError(f"{self.path}: is damaged; {start_anew}")
         if version != PARTIAL_VERSION:
             raise CalibrationError(f"{self.path}: was begun by another release; {start_anew}")
         differing = differences(theirs, self.made_of)
@@ -119,6 +121,19 @@ def check_place(out: Path) -> None:
         raise CalibrationError(f"out={out}: cannot be written ({error.strerror})") from error
     if out.is_dir():
         raise CalibrationError(f"out={out}: is a folder; takes a file")
+    if out.exists() and not _is_ours(out):
+        raise CalibrationError(
+            f"out={out}: is there and no file of this program; take another name"
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file holds matrices that were calibrated, so that new ones may take its place."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return "model_sha256" in (file.metadata() or {})
+    except (SafetensorError, OSError):
+        return False
 
 
 def _short(value: str | None) -> str:

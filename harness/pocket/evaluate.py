@@ -27,6 +27,7 @@ from harness.cell import run_cell
 from harness.datasets import ccbench
 from harness.datasets.sample import Sample
 from harness.doctor import has_bfloat16, read_cpu
+from harness.endings import ended
 from harness.engine.checkpoint import read_checkpoint
 from harness.engine.engine import Engine, running
 from harness.engine.server import EngineError
@@ -316,4 +317,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -36,6 +36,8 @@ FILES = {"ocr": "OCRBench.json", "cc": "CCBench.tsv", "rag": "RAG_IG.jsonl"}
 """A set's file, by task. Pictures lie beside it; CCBench has them inside."""
 OCR_IMAGES = "OCRBench_Images"
 RAG_IMAGES = "images"
+MOST_IMAGES = 256
+"""Pictures of an item, which are drawn together."""
 PASS_STEP = 1_000_000
 """What is added to the index of a question for each further pass."""
 
@@ -106,8 +108,10 @@ class SetSpec:
             findings.append(f"n={self.n}: takes {words}")
         if self.seed < 0:
             findings.append(f"seed={self.seed}: takes a whole number >= 0")
-        if self.images_per_item < 1:
-            findings.append(f"images_per_item={self.images_per_item}: takes a whole number >= 1")
+        if not 1 <= self.images_per_item <= MOST_IMAGES:
+            findings.append(
+                f"images_per_item={self.images_per_item}: takes a whole number from 1 to {MOST_IMAGES}"
+            )
         elif self.task in ("cc", "rag"):
             if self.images_per_item > 1:
                 findings.append(f"images_per_item={self.images_per_item}: only task=ocr has it")

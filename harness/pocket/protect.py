@@ -288,8 +288,14 @@ def main() -> int:
     parser.add_argument("folder", type=Path, nargs="?", default=FOLDER, help="default: the bundled")
     parser.add_argument("--count", type=int, default=PROTECTED, help=f"a layer ({PROTECTED})")
     arguments = parser.parse_args()
+    if not 1 <= arguments.count <= Recipe().experts:
+        parser.error(
+            f"--count {arguments.count}: takes a whole number from 1 to {Recipe().experts}"
+        )
+    if not (arguments.folder / WEIGHTS_FILE).is_file():
+        parser.error(f"{arguments.folder}: holds no {WEIGHTS_FILE}")
     try:
-        increases = protect(arguments.folder, arguments.count)
+        increases = protect(arguments.folder.resolve(), arguments.count)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -8,12 +8,13 @@ step at the end.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from harness.endings import ended
 from harness.pocket.cache import MANIFEST
-from harness.pocket.model import CARD_FILE, FOLDER, build
+from harness.pocket.model import CARD_FILE, FOLDER, WEIGHTS_FILE, build
 from harness.pocket.weights import read_weights
 
 
@@ -25,10 +26,20 @@ def refusal(out: Path) -> str | None:
     """
     if out.exists() and not out.is_dir():
         return f"{out} is no folder; name one"
-    if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
+    if not out.is_dir() or not any(out.iterdir()):
+        return None
+    try:
+        listed = json.loads((out / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        listed = None
+    if not isinstance(listed, dict) or not {CARD_FILE, WEIGHTS_FILE} <= listed.keys():
         return (
             f"{out} holds what is no checkpoint of ours, and would be replaced; name another folder"
         )
+    found = {p.relative_to(out).as_posix() for p in out.rglob("*") if not p.is_dir()}
+    strange = sorted(found - {*listed, MANIFEST})
+    if strange:
+        return f"{out} also holds {strange[0]}, which is not of its checkpoint; take it away first"
     return None
 
 
@@ -39,6 +50,7 @@ def main() -> int:
     parser.add_argument("--card", type=Path, default=FOLDER / CARD_FILE, help="Markdown")
     parser.add_argument("--out", type=Path, default=FOLDER, help=f"folder (default {FOLDER})")
     args = parser.parse_args()
+    args.out = args.out.resolve()
     reason = refusal(args.out)
     if reason is not None:
         print(f"error: --out: {reason}", file=sys.stderr)

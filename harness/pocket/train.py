@@ -17,6 +17,7 @@ import dataclasses
 import json
 import math
 import os
+import pickle
 import random
 import signal
 import sys
@@ -433,7 +434,10 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.ArgumentParser, a
     parser.add_argument("--no-compile", action="store_true", help="for short trials")
     for name, value in asdict(Options()).items():
         flag = "--" + name.replace("_", "-")
-        parser.add_argument(flag, type=type(value), default=value, help=f"default {value}")
+        choices = ("muon", "adamw") if name == "optimizer" else None
+        parser.add_argument(
+            flag, type=type(value), default=value, choices=choices, help=f"default {value}"
+        )
     args = parser.parse_args(argv)
     if not args.minutes >= 0:
         parser.error(f"--minutes {args.minutes}: takes a number from 0 on; 0 makes one step")
@@ -441,8 +445,20 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.ArgumentParser, a
         if not getattr(args, name) > 0:
             flag = "--" + name.replace("_", "-")
             parser.error(f"{flag} {getattr(args, name)}: takes a number above 0")
-    if args.folder.exists() and not args.folder.is_dir():
-        parser.error(f"{args.folder} is no folder")
+    for name in ("exact_items", "families", "seed"):
+        if not 0 <= getattr(args, name) < 2**31:
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag} {getattr(args, name)}: takes a whole number from 0 on")
+    if not 0 < args.lr < math.inf:
+        parser.error(f"--lr {args.lr}: takes a number above 0")
+    if not 0 <= args.average < 1:
+        parser.error(f"--average {args.average}: takes a number in [0, 1)")
+    if Recipe().experts % max(args.families, 1):
+        parser.error(f"--families {args.families}: takes a divisor of {Recipe().experts}, or 0")
+    try:
+        args.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"{args.folder}: no folder can be made there ({error.strerror})")
     if args.start_from is not None:
         if not args.start_from.is_file():
             parser.error(f"--start-from {args.start_from}: no such file")
@@ -467,6 +483,10 @@ def _load(trainer: Trainer, folder: Path, start_from: Path | None) -> None:
             trainer.restore(state)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"{checkpoint}: {error}") from error
+        except (EOFError, LookupError, TypeError, pickle.UnpicklingError) as error:
+            raise ValueError(
+                f"{checkpoint}: is no checkpoint, or damaged ({error!r}); name another folder"
+            ) from error
     elif start_from is not None:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -477,7 +497,10 @@ def _load(trainer: Trainer, folder: Path, start_from: Path | None) -> None:
             raise ValueError(f"--start-from {start_from}: {error}") from error
         beside = start_from.with_name(AUX)
         if beside.is_file():
-            trainer.aux.load_state_dict(load_file(beside))
+            try:
+                trainer.aux.load_state_dict(load_file(beside))
+            except (RuntimeError, OSError, SafetensorError) as error:
+                raise ValueError(f"{beside}: does not fit; take it away ({error})") from error
 
 
 def _train(
@@ -495,7 +518,7 @@ def _train(
             say(pace=round(pace, 2), rate=round(trainer.rate(), 3), **values)
             if not math.isfinite(sum(values.values())):
                 return False
-        if trainer.step % args.exact_every == 0:
+        if args.exact_items and trainer.step % args.exact_every == 0:
             if trainer.rank == 0:
                 say(exact={k: round(v, 3) for k, v in trainer.exact(4, args.exact_items).items()})
             mark, mark_step = time.monotonic(), trainer.step
@@ -505,7 +528,7 @@ def _train(
                 dist.all_reduce(ends, dist.ReduceOp.MAX)
             if float(ends) > 0:
                 break
-    return True
+    return all(bool(t.isfinite().all()) for t in trainer.average.values())
 
 
 def main() -> int:
@@ -523,7 +546,6 @@ def main() -> int:
         torch.set_float32_matmul_precision("high")
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo")
-    args.folder.mkdir(parents=True, exist_ok=True)
     trainer = Trainer(options, device, rank, world)
     try:
         _load(trainer, args.folder, args.start_from)
@@ -552,13 +574,16 @@ def main() -> int:
         return 0
     say(resumed=trainer.step > 0, options=asdict(options), gpus=world, device=str(device))
     if not _train(trainer, args, say, over):
-        print("error: the loss is no number; start again with a lower --lr", file=sys.stderr)
+        print(
+            "error: the loss is no number; nothing was saved, start again with a lower --lr",
+            file=sys.stderr,
+        )
         return 1
     if rank == 0:
-        if args.exact_items:
-            say(exact={k: round(v, 3) for k, v in trainer.exact(8, args.exact_items).items()})
         save(trainer, args.folder)
         say(saved=str(args.folder))
+        if args.exact_items:
+            say(exact={k: round(v, 3) for k, v in trainer.exact(8, args.exact_items).items()})
     if world > 1:
         with contextlib.suppress(RuntimeError):
             dist.destroy_process_group()

@@ -41,6 +41,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    if not path.is_file():
+        raise ValueError(f"{path}: is no file")
     try:
         weights = load_file(path)
     except SafetensorError as error:

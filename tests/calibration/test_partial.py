@@ -69,3 +69,19 @@ def test_a_place_that_cannot_be_written_is_found_out_first(tmp_path: Path) -> No
         check_place(tmp_path / "file" / "x")
     with pytest.raises(CalibrationError, match="is a folder"):
         check_place(tmp_path)
+    # Weights, data, notes: whatever is no matrix of ours stays.
+    with pytest.raises(CalibrationError, match="no file of this program"):
+        check_place(tmp_path / "file")
+    save_file({"x": torch.zeros(1)}, tmp_path / "weights.safetensors")
+    with pytest.raises(CalibrationError, match="no file of this program"):
+        check_place(tmp_path / "weights.safetensors")
+    save_file({"x": torch.zeros(1)}, tmp_path / "ours.safetensors", {"model_sha256": "0"})
+    check_place(tmp_path / "ours.safetensors")
+
+
+@pytest.mark.parametrize(("done", "value"), [(-3, 0.0), (3, float("nan"))])
+def test_sums_that_cannot_be_are_refused(tmp_path: Path, done: int, value: float) -> None:
+    partial = Partial(tmp_path / "x.partial.safetensors", MADE_OF)
+    partial.save(done, {"0.gram": torch.full((2,), value)})
+    with pytest.raises(CalibrationError, match="is damaged"):
+        partial.load()

@@ -293,7 +293,7 @@ GOOD = ("--task", "cc", "--n", "2", "--seed", "7")
         (("--split", "test"), "invalid choice"),
         (("--band", "fine"), "only task=ocr has it"),
         (("--images-per-item", "2"), "--images-per-item=2: only task=ocr has it"),
-        (("--images-per-item", "0"), "--images-per-item=0: takes a whole number >= 1"),
+        (("--images-per-item", "0"), "--images-per-item=0: takes a whole number from 1 to 256"),
     ],
 )
 def test_bad_arguments_are_refused(

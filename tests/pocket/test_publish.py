@@ -8,19 +8,25 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from harness.pocket.model import FOLDER
 from harness.pocket.network import Network
 from harness.pocket.publish import refusal
 from harness.pocket.recipe import Recipe
 from harness.pocket.weights import misfit, read_weights
 
 
-def test_right_weights_go_where_nothing_else_is_lost(tmp_path: Path) -> None:
+def test_nothing_else_is_replaced(tmp_path: Path) -> None:
     assert refusal(tmp_path / "new") is None
     assert refusal(tmp_path) is None
+    assert refusal(FOLDER) is None
     (tmp_path / "thesis.txt").write_text("mine")
-    assert "no checkpoint of ours" in (refusal(tmp_path) or "")
     assert "is no folder" in (refusal(tmp_path / "thesis.txt") or "")
-    (tmp_path / "manifest.json").write_text("{}")
+    for manifest in ("", "{}", "[1]", '{"OCRBench.json": 3}'):  # the last is a data set's
+        (tmp_path / "manifest.json").write_text(manifest)
+        assert "no checkpoint of ours" in (refusal(tmp_path) or "")
+    (tmp_path / "manifest.json").write_text('{"README.md": 1, "model.safetensors": 2}')
+    assert "also holds thesis.txt" in (refusal(tmp_path) or "")
+    (tmp_path / "thesis.txt").unlink()
     assert refusal(tmp_path) is None
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import random
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -202,3 +204,44 @@ def test_decoding_owes_nothing_to_what_is_not_changed() -> None:
     assert torch.equal(changed, ~batch.answer)
     assert torch.equal(routing.right(network, batch, None), before)
     assert routing.own_share(network, 0, 8) == pytest.approx([0.3 * (0.75**0.5)] * 4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ("--exact-items -1", "--exact-items -1"),
+        ("--exact-every 0", "--exact-every 0"),
+        ("--optimizer foo", "invalid choice"),
+        ("--lr nan", "--lr nan"),
+        ("--lr -1", "--lr -1"),
+        ("--average 2", "--average 2"),
+        ("--families 5", "divisor of 32"),
+        ("--families -1", "--families -1"),
+        ("--seed 99999999999999999999", "--seed"),
+        ("--minutes -1", "--minutes"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, match: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        train.parse([str(tmp_path / "new"), *options.split()])
+    assert ended.value.code == 2
+    assert match in capsys.readouterr().err
+
+
+def test_a_place_that_is_none_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        train.parse([str(tmp_path / "file" / "x")])
+    assert "no folder can be made there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"text", pickle.dumps({"step": 1})])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / train.CHECKPOINT).write_bytes(content)
+    trainer = SimpleNamespace(device="cpu", restore=lambda state: state["options"])
+    with pytest.raises(ValueError, match=r"checkpoint\.pt"):
+        train._load(trainer, tmp_path, None)  # type: ignore[arg-type]

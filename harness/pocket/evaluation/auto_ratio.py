@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from harness.endings import ended
 from harness.pocket import sheets
 from harness.pocket.model import ensure
 from harness.pocket.network import Network, Vision, VisionAttention, positions_of
@@ -162,6 +163,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=21)
     parser.add_argument("--out", type=Path, help="a CSV file")
     args = parser.parse_args()
+    if args.n < 1:
+        parser.error(f"--n {args.n}: takes a whole number >= 1")
+    if not 0 <= args.seed < 2**63:
+        parser.error(f"--seed {args.seed}: takes a whole number from 0 on")
+    if args.out is not None and args.out.is_dir():
+        parser.error(f"--out {args.out}: is a folder; takes a file")
     network, codec = load_network(ensure()), Codec(sheets.load())
     draws = Draws(torch.Generator().manual_seed(args.seed))
     asked = [
@@ -196,4 +203,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(ended(main))

@@ -126,9 +126,11 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="as in training")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    for name in ("rounds", "items", "families"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name} {getattr(args, name)}: takes a whole number >= 1")
+    for name, least in (("rounds", 1), ("items", 8), ("families", 1), ("seed", 0)):
+        if getattr(args, name) < least:
+            parser.error(f"--{name} {getattr(args, name)}: takes a whole number >= {least}")
+    if Recipe().experts % args.families:
+        parser.error(f"--families {args.families}: takes a divisor of {Recipe().experts}")
     try:
         weights = read_weights(args.weights)
     except (OSError, ValueError) as error:
