@@ -47,8 +47,7 @@ FULL = "full"
 RATIOS = (0.8, 0.6, 0.5, 0.4, 0.3, 0.2)
 QUICK_RATIOS = (0.5, 0.2)
 POLICIES = ("visionzip", "random")
-RHOS = (0.5, 0.3, 0.0)
-QUICK_RHOS = (0.3, 0.0)
+RHOS = (0.3, 0.0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ def arms(*, quick: bool, protection: Path | None) -> Iterator[Arm]:
 
 def _routings(quick: bool, protection: Path | None) -> Iterator[tuple[str, dict[str, Any]]]:
     yield topk_arm(2), {"policy": "topk", "primary_experts": 2, "renormalize": True}
-    for rho in QUICK_RHOS if quick else RHOS:
+    for rho in RHOS:
         yield sere_arm(2, rho), _sere(2, rho)
     if quick:
         return
