@@ -12,11 +12,12 @@ class Terminated(BaseException):
     """SIGTERM came; raised where the program was, so that `finally` runs."""
 
 
-def ended(main: Callable[[], int]) -> int:
+def ended(main: Callable[[], int], left: str = "nothing was written") -> int:
     """Run a command to its end, whatever that is.
 
     Args:
         main: gives an exit status.
+        left: what it leaves when it is told to stop.
 
     Returns:
         Its status; 130 after Ctrl-C and 143 after SIGTERM, once all that was open has been closed.
@@ -29,10 +30,10 @@ def ended(main: Callable[[], int]) -> int:
     try:
         return main()
     except KeyboardInterrupt:
-        print("interrupted; nothing was written", file=sys.stderr)
+        print(f"interrupted; {left}", file=sys.stderr)
         return 130
     except Terminated:
-        print("terminated; nothing was written", file=sys.stderr)
+        print(f"terminated; {left}", file=sys.stderr)
         return 143
     finally:
         signal.signal(signal.SIGTERM, before)

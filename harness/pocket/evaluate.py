@@ -317,4 +317,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(ended(main))
+    sys.exit(ended(main, "finished cells are kept"))

@@ -160,6 +160,14 @@ def test_a_quantile_is_a_threshold_of_each_layers_own() -> None:
     assert made.threshold.tolist() == [0.25] * 2
 
 
+def test_more_than_there_are_is_as_many_as_there_are() -> None:
+    made = lever()
+    made.set("lynx", 1, 0.5, True, 10**12)
+    assert made.settings.tolist() == [POLICIES.index("lynx"), 1, 1, EXPERTS, 0]
+    made.set("sere", 10**12, 0.5, True)
+    assert made.settings.tolist()[:2] == [POLICIES.index("off"), SLOTS]
+
+
 def test_a_router_whose_scores_are_its_own_keeps_rivals_away() -> None:
     made = lever()
     made.layers[5] = dataclasses.replace(made.layers[5], opaque="chooses within groups of experts")

@@ -199,10 +199,12 @@ class RoutingLever:
             policy, primary_experts, similarity_threshold, renormalize, budget, seed,
             similarity_quantile,
         )  # fmt: skip
-        k = self.top_k if primary_experts is None else primary_experts
-        if k >= self.top_k:
+        # More than there are is as many as there are, and fits into 32 bits.
+        k = min(primary_experts or self.top_k, self.top_k)
+        if k == self.top_k:
             policy = "off"
-        self.settings.copy_(self._numbers(policy, k, renormalize, budget or 0, seed))
+        most = min(budget or 0, self.experts)
+        self.settings.copy_(self._numbers(policy, k, renormalize, most, seed))
         if similarity_quantile is None:
             self.threshold.fill_(similarity_threshold)
         else:
