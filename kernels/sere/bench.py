@@ -27,6 +27,7 @@ ROWS = (1, 4, 16, 64, 128, 256)
 MODELS = ((128, 8), (64, 8), (256, 8), (512, 10))
 """Experts, and those of a token, that are timed."""
 PRIMARY = 2
+THRESHOLD = 0.3
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,9 @@ class Result:
 class Model:
     """What the operator takes for a model of `LAYERS` layers, on the GPU; see `fused.reroute`."""
 
-    similarity: Tensor
-    protection: Tensor
+    neighbours: Tensor
+    reach: Tensor
     settings: Tensor
-    threshold: Tensor
     counters: Tensor
     step: Tensor
     calls: Tensor
@@ -61,12 +61,13 @@ class Model:
         """Random similarities; a sixteenth of the experts protected."""
         g = torch.Generator("cuda").manual_seed(0)
         numbers = [fused.POLICIES.index(policy), PRIMARY, 1, experts // 4, 7]
-        shape = (LAYERS, experts)
+        similarity = random_similarity(experts)
+        protection = torch.rand(LAYERS, experts, generator=g, device="cuda") < 1 / 16
+        limits = torch.full((LAYERS,), threshold, device="cuda")
         return cls(
-            torch.rand(*shape, experts, generator=g, device="cuda"),
-            (torch.rand(shape, generator=g, device="cuda") < 1 / 16).to(torch.uint8),
+            fused.neighbours(similarity),
+            fused.reach(similarity, limits, protection),
             torch.tensor(numbers, dtype=torch.int32, device="cuda"),
-            torch.full((LAYERS,), threshold, device="cuda"),
             torch.zeros(8, LAYERS, 3, dtype=torch.int32, device="cuda"),
             torch.zeros(1, dtype=torch.int64, device="cuda"),
             torch.zeros(LAYERS, dtype=torch.int64, device="cuda"),
@@ -78,9 +79,15 @@ class Model:
     ) -> tuple[Tensor, Tensor]:
         """`fused.reroute` of one layer, of a softmax router."""
         return fused.reroute(
-            ids, weights, kinds, self.similarity, self.protection, self.settings, self.threshold,
-            self.counters, self.step, self.calls, logits, self.bias, layer, False,
+            ids, weights, kinds, self.neighbours, self.reach, self.settings, self.counters, self.step,
+            self.calls, logits, self.bias, layer, False,
         )  # fmt: skip
+
+
+def random_similarity(experts: int) -> Tensor:
+    """[layers, E, E] float32 on the GPU, uniform in [0, 1)."""
+    g = torch.Generator("cuda").manual_seed(1)
+    return torch.rand(LAYERS, experts, experts, generator=g, device="cuda")
 
 
 def routes(rows: int, experts: int, slots: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -92,14 +99,16 @@ def routes(rows: int, experts: int, slots: int, seed: int) -> tuple[Tensor, Tens
     return ids.to(torch.int32), weights / weights.sum(1, keepdim=True), logits.bfloat16()
 
 
-def by_steps(model: Model, ids: Tensor, weights: Tensor, kinds: Tensor, layer: int) -> Tensor:
-    """SERE and its counters by separate PyTorch operations."""
+def by_steps(
+    model: Model, similarity: Tensor, ids: Tensor, weights: Tensor, kinds: Tensor, layer: int
+) -> Tensor:
+    """SERE and its counters by separate PyTorch operations, nothing protected."""
+    nothing = torch.zeros(similarity.shape[-1], dtype=torch.bool, device=ids.device)
     new = reference.sere(
-        ids, weights, kinds, model.similarity[layer], model.protection[layer].bool(),
-        model.settings[1], model.threshold[layer],
-    )  # fmt: skip
+        ids, weights, kinds, similarity[layer], nothing, model.settings[1], THRESHOLD
+    )
     decode = (kinds == reference.DECODE).unsqueeze(1)
-    experts = model.similarity.shape[-1]
+    experts = similarity.shape[-1]
     counts = [reference.expert_set(i, decode, experts).sum() for i in (ids, new)]
     values = torch.stack([*counts, (new != ids).sum()]).to(torch.int32)
     model.counters[:, layer].index_copy_(0, model.step, values.unsqueeze(0))
@@ -172,13 +181,15 @@ def bench_case(experts: int, slots: int, rows: int, repeats: int) -> list[Result
     """All contestants on one model at one batch size."""
     given = [routes(rows, experts, slots, seed) for seed in range(LAYERS)]
     kinds = torch.full((rows,), reference.DECODE, dtype=torch.uint8, device="cuda")
-    plain, threshold = Plain(experts, slots), 0.3
-    models = {p: Model.random(experts, p, threshold) for p in fused.POLICIES}
+    plain = Plain(experts, slots)
+    in_place = [ids.clone() for ids, *_ in given]
+    models = {p: Model.random(experts, p, THRESHOLD) for p in fused.POLICIES}
     sere = models["sere"]
+    similarity = random_similarity(experts)
     runs: dict[str, Callable[[int], object]] = {
         "an empty kernel": lambda _: plain.nothing(()),
-        "PyTorch, step by step": lambda i: by_steps(sere, *given[i][:2], kinds, i),
-        "plain CUDA, three launches": lambda i: plain(given[i][0], sere.similarity[i], threshold),
+        "PyTorch, step by step": lambda i: by_steps(sere, similarity, *given[i][:2], kinds, i),
+        "plain CUDA, three launches": lambda i: plain(in_place[i], similarity[i], THRESHOLD),
         **{
             f"ours: {p}": lambda i, m=m: m.reroute(*given[i], kinds, i)  # type: ignore[misc]
             for p, m in models.items()

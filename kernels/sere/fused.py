@@ -22,6 +22,8 @@ RESELECTING = ("oea", "xshare", "lynx")
 """Those that choose by the router's own scores."""
 SETTINGS = ("policy", "primary_experts", "renormalize", "budget", "seed")
 """What each of the numbers in `settings` is."""
+CHUNK = 32
+"""Neighbours that the kernel looks at in one go."""
 MAX_EXPERTS = 512
 MAX_SLOTS = 16
 SOURCE = Path(__file__).with_name("reroute.cu")
@@ -31,9 +33,9 @@ LOGIT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 _library = torch.library.Library("pruneroute", "FRAGMENT")
 _library.define(
-    "reroute(Tensor ids, Tensor weights, Tensor row_kind, Tensor similarity, Tensor protection, "
-    "Tensor settings, Tensor threshold, Tensor(a!) counters, Tensor step, Tensor(b!) calls, Tensor logits, "
-    "Tensor bias, int layer, bool sigmoid) -> (Tensor, Tensor)"
+    "reroute(Tensor ids, Tensor weights, Tensor row_kind, Tensor neighbours, Tensor reach, "
+    "Tensor settings, Tensor(a!) counters, Tensor step, Tensor(b!) calls, Tensor logits, Tensor bias, "
+    "int layer, bool sigmoid) -> (Tensor, Tensor)"
 )
 
 
@@ -41,10 +43,9 @@ def reroute(
     ids: Tensor,
     weights: Tensor,
     row_kind: Tensor,
-    similarity: Tensor,
-    protection: Tensor,
+    neighbours: Tensor,
+    reach: Tensor,
     settings: Tensor,
-    threshold: Tensor,
     counters: Tensor,
     step: Tensor,
     calls: Tensor,
@@ -55,14 +56,16 @@ def reroute(
 ) -> tuple[Tensor, Tensor]:
     """A layer's routes of a step under the current settings; see `reference` and `rivals`.
 
+    On a GPU, `neighbours`, `reach` and `settings` are read while the kernel before still runs: whoever
+    changes them synchronises the device before the next call.
+
     Args:
         ids: [rows, slots] int32 or int64, logical experts; others than 0 … E - 1 are passed through.
         weights: [rows, slots] float32, of the slots in any order.
         row_kind: [at least rows] uint8: `reference.PADDING`, `PREFILL` or `DECODE`.
-        similarity: [layers, E, E] float32 without NaN.
-        protection: [layers, E] uint8, 1 where an expert is not moved away from.
+        neighbours: [layers, E, P] int16, `neighbours` of the similarities.
+        reach: [layers, E] int16, `reach` of the same.
         settings: [5] int32, as `SETTINGS`; at primary_experts >= slots nothing moves.
-        threshold: [layers] float32, rho.
         counters: [steps, layers, 3] int32; the running step's row gets the distinct experts of decode
             rows before and after, and how many slots have moved.
         step: [1] int64, the row of `counters`.
@@ -81,24 +84,65 @@ def reroute(
         kernels.sere.nvrtc.CompileError: on a GPU, if the kernel cannot be made for it.
     """
     found: tuple[Tensor, Tensor] = torch.ops.pruneroute.reroute(
-        ids, weights, row_kind, similarity, protection, settings, threshold, counters, step, calls,
-        logits, bias, layer, sigmoid,
+        ids, weights, row_kind, neighbours, reach, settings, counters, step, calls, logits, bias, layer,
+        sigmoid,
     )  # fmt: skip
     return found
+
+
+def neighbours(similarity: Tensor) -> Tensor:
+    """Every expert's neighbours, the most similar first, as the kernel reads them.
+
+    Args:
+        similarity: [layers, E, E] float, finite.
+
+    Returns:
+        [layers, E, P] int16, of equals the lowest first. P is E, rounded up to whole chunks of 32 by
+        the expert itself; a chunk has numbers 0, 8, 16, 24, then 1, 9, … of the order.
+    """
+    layers, experts, _ = similarity.shape
+    order = similarity.argsort(dim=-1, descending=True, stable=True)
+    own = torch.arange(experts, device=order.device)[None, :, None]
+    order = torch.cat([order, own.expand(layers, -1, -experts % CHUNK)], dim=-1)
+    lanes = order.view(layers, experts, -1, CHUNK // 8, 8).transpose(-1, -2)
+    return lanes.reshape(order.shape).to(torch.int16)
+
+
+def reach(similarity: Tensor, threshold: Tensor, protection: Tensor) -> Tensor:
+    """How many of an expert's neighbours its slots may go to.
+
+    Args:
+        similarity: [layers, E, E] float.
+        threshold: [layers], rho: an expert at least this similar will do.
+        protection: [layers, E], nonzero where slots do not go elsewhere.
+
+    Returns:
+        [layers, E] int16.
+    """
+    near = (similarity >= threshold[:, None, None]).sum(-1)
+    return near.masked_fill(protection != 0, 0).to(torch.int16)
+
+
+def _ranks(neighbours: Tensor) -> Tensor:
+    """A layer's [E, P] `neighbours` as [E, E] int64: which number u's neighbour v has in the order."""
+    experts, padded = neighbours.shape
+    order = neighbours.view(experts, -1, 8, CHUNK // 8).transpose(-1, -2).reshape(experts, padded)
+    places = torch.arange(experts, device=order.device).expand(experts, -1)
+    return torch.empty_like(places).scatter(1, order[:, :experts].long(), places)
 
 
 def check(
     ids: Tensor,
     weights: Tensor,
     row_kind: Tensor,
-    similarity: Tensor,
-    protection: Tensor,
+    neighbours: Tensor,
+    reach: Tensor,
     logits: Tensor,
     bias: Tensor,
     layer: int,
 ) -> None:
     """Raises ValueError for what `reroute` does not take."""
-    layers, experts = similarity.shape[0], similarity.shape[-1]
+    layers, experts = neighbours.shape[0], neighbours.shape[1]
     if ids.dim() != 2 or ids.shape != weights.shape:
         raise ValueError(
             f"ids {tuple(ids.shape)} and weights {tuple(weights.shape)} must both be [rows, slots]"
@@ -107,14 +151,15 @@ def check(
         raise ValueError(f"ids are {ids.dtype}; takes int32 or int64")
     if weights.dtype != torch.float32:
         raise ValueError(f"weights are {weights.dtype}; takes float32")
-    if similarity.shape != (layers, experts, experts) or similarity.dtype != torch.float32:
+    padded = experts + -experts % CHUNK
+    if neighbours.shape != (layers, experts, padded) or neighbours.dtype != torch.int16:
         raise ValueError(
-            f"similarity {similarity.dtype} {tuple(similarity.shape)} must be float32 [layers, E, E]"
+            f"neighbours {neighbours.dtype} {tuple(neighbours.shape)} must be int16 [layers, E, P], P the "
+            f"next multiple of {CHUNK}"
         )
-    if protection.shape != (layers, experts) or protection.dtype != torch.uint8:
+    if reach.shape != (layers, experts) or reach.dtype != torch.int16:
         raise ValueError(
-            f"protection {protection.dtype} {tuple(protection.shape)} must be uint8 "
-            f"{(layers, experts)}"
+            f"reach {reach.dtype} {tuple(reach.shape)} must be int16 {(layers, experts)}"
         )
     if row_kind.dtype != torch.uint8 or row_kind.dim() != 1 or len(row_kind) < len(ids):
         raise ValueError(
@@ -141,9 +186,10 @@ def kernel(
     id_type: torch.dtype,
     logit_type: torch.dtype,
     sigmoid: bool,
+    threads: int,
     device: int,
 ) -> nvrtc.Kernel:
-    """The kernel for one model on one GPU, compiled (about half a second) or from the cache.
+    """The kernel for one model on one GPU and `threads_for` a step, compiled (about half a second) or from the cache.
 
     Raises:
         kernels.sere.nvrtc.CompileError: it cannot be had; says why.
@@ -154,19 +200,19 @@ def kernel(
             f"{torch.cuda.get_device_name(device)} (sm_{major}{minor}) lacks warp-wide reductions; "
             "takes a GPU from sm_80 on"
         )
-    threads = threads_for(experts)
     code = nvrtc.cached_code(
         SOURCE.read_text(encoding="utf-8"),
         SOURCE.name,
         f"sm_{major}{minor}",
         defines(experts, slots, threads, id_type, logit_type, sigmoid),
     )
-    return nvrtc.load(code, "reroute", threads)
+    return nvrtc.load(code, "reroute", threads, overlaps=major >= 9)
 
 
-def threads_for(experts: int) -> int:
-    """Threads of the block: a warp for each four experts or so, and for 128 rows of 8 a thread a slot."""
-    return 1024 if experts > 64 else 512
+def threads_for(rows: int, slots: int) -> int:
+    """Threads of the block: one for each slot, where slots take up powers of two, if 1,024 are enough."""
+    lanes = 1 << (slots - 1).bit_length()
+    return 512 if rows * lanes <= 512 else 1024
 
 
 def defines(
@@ -192,10 +238,9 @@ def _on_gpu(
     ids: Tensor,
     weights: Tensor,
     row_kind: Tensor,
-    similarity: Tensor,
-    protection: Tensor,
+    neighbours: Tensor,
+    reach: Tensor,
     settings: Tensor,
-    threshold: Tensor,
     counters: Tensor,
     step: Tensor,
     calls: Tensor,
@@ -204,14 +249,17 @@ def _on_gpu(
     layer: int,
     sigmoid: bool,
 ) -> tuple[Tensor, Tensor]:
-    check(ids, weights, row_kind, similarity, protection, logits, bias, layer)
+    check(ids, weights, row_kind, neighbours, reach, logits, bias, layer)
     ids, weights, logits = ids.contiguous(), weights.contiguous(), logits.contiguous()
     rows, slots = ids.shape
     out_ids, out_weights = torch.empty_like(ids), torch.empty_like(weights)
-    launch = kernel(similarity.shape[-1], slots, ids.dtype, logits.dtype, sigmoid, ids.get_device())
+    launch = kernel(
+        neighbours.shape[1], slots, ids.dtype, logits.dtype, sigmoid, threads_for(rows, slots),
+        ids.get_device(),
+    )  # fmt: skip
     launch(
-        (ids, weights, row_kind, similarity[layer], protection[layer], settings, threshold[layer],
-         out_ids, out_weights, counters, step, calls, logits, bias, rows, layer, similarity.shape[0])
+        (ids, weights, row_kind, neighbours[layer], reach[layer], settings, out_ids, out_weights,
+         counters, step, calls, logits, bias, rows, layer, neighbours.shape[0])
     )  # fmt: skip
     return out_ids, out_weights
 
@@ -220,10 +268,9 @@ def _by_reference(
     ids: Tensor,
     weights: Tensor,
     row_kind: Tensor,
-    similarity: Tensor,
-    protection: Tensor,
+    neighbours: Tensor,
+    reach: Tensor,
     settings: Tensor,
-    threshold: Tensor,
     counters: Tensor,
     step: Tensor,
     calls: Tensor,
@@ -232,20 +279,20 @@ def _by_reference(
     layer: int,
     sigmoid: bool,
 ) -> tuple[Tensor, Tensor]:
-    check(ids, weights, row_kind, similarity, protection, logits, bias, layer)
+    check(ids, weights, row_kind, neighbours, reach, logits, bias, layer)
     number, primary, renormalize, budget, seed = settings.tolist()
-    policy, kind = POLICIES[number], row_kind[: len(ids)]
+    policy, kind, experts = POLICIES[number], row_kind[: len(ids)], neighbours.shape[1]
     if primary >= ids.shape[1]:
         policy = "off"
     new_ids, new_weights = ids.clone(), weights.clone()
     if policy == "topk":
         new_ids, new_weights = reference.topk(ids, weights, kind, primary, bool(renormalize))
     elif policy == "sere":
-        new_ids = reference.sere(
-            ids, weights, kind, similarity[layer], protection[layer].bool(), primary, threshold[layer]
-        )  # fmt: skip
+        # The nearer, the more similar; by less than 0 whatever is out of reach.
+        similarity = (reach[layer].unsqueeze(1) - 1 - _ranks(neighbours[layer])).float()
+        new_ids = reference.sere(ids, weights, kind, similarity, reach[layer] == 0, primary, 0.0)
     elif policy == "random_remap":
-        new_ids, _ = rivals.random_remap(ids, weights, kind, primary, seed, similarity.shape[-1])
+        new_ids, _ = rivals.random_remap(ids, weights, kind, primary, seed, experts)
     elif policy in RESELECTING:
         scores = logits.float().sigmoid() if sigmoid else logits.float().softmax(1)
         choice = (scores if sigmoid else logits.float()) + bias
@@ -257,7 +304,6 @@ def _by_reference(
         else:
             new_ids, new_weights = rivals.lynx(*routes, primary, budget)
     decode = (kind == reference.DECODE).unsqueeze(1)
-    experts = similarity.shape[-1]
     counts = [reference.expert_set(i, decode, experts).sum() for i in (ids, new_ids)]
     counters[step, layer] = torch.stack([*counts, (new_ids != ids).sum()]).to(counters.dtype)
     calls[layer] += 1

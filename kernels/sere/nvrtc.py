@@ -88,10 +88,13 @@ class Kernel:
     Attributes:
         function: the driver's handle.
         threads: of a block.
+        overlaps: whether it may be launched while the kernel before it ends; it waits for that one's results
+            itself (``griddepcontrol.wait``). From sm_90 on.
     """
 
     function: Any
     threads: int
+    overlaps: bool = False
 
     def __call__(self, arguments: Sequence[Argument], blocks: int = 1) -> None:
         """Launch on PyTorch's current stream; capturable, never synchronises.
@@ -102,13 +105,29 @@ class Kernel:
         """
         driver = _bindings("driver")
         values = tuple(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments)
-        stream = torch.cuda.current_stream().cuda_stream
-        (status,) = driver.cuLaunchKernel(
-            self.function, blocks, 1, 1, self.threads, 1, 1, 0, stream,
-            (values, tuple(map(_c_type, arguments))), 0,
-        )  # fmt: skip
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        if self.overlaps:
+            config.attrs, config.numAttrs = [_overlap()], 1
+        (status,) = driver.cuLaunchKernelEx(
+            config, self.function, (values, tuple(map(_c_type, arguments))), 0
+        )
         if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"cuLaunchKernel: {status.name}")
+            raise RuntimeError(f"cuLaunchKernelEx: {status.name}")
+
+
+@functools.cache
+def _overlap() -> Any:
+    """The attribute of a launch that need not wait for the end of the one before."""
+    driver = _bindings("driver")
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    value = driver.CUlaunchAttributeValue()
+    value.programmaticStreamSerializationAllowed = 1
+    attribute.value = value
+    return attribute
 
 
 def _c_type(argument: Argument) -> Any:
@@ -117,8 +136,8 @@ def _c_type(argument: Argument) -> Any:
     return ctypes.c_float if isinstance(argument, float) else ctypes.c_int
 
 
-def load(code: bytes, name: str, threads: int) -> Kernel:
-    """The kernel called `name` in machine code, in PyTorch's context on the current device.
+def load(code: bytes, name: str, threads: int, overlaps: bool = False) -> Kernel:
+    """The kernel called `name` in machine code, in PyTorch's context on the current device; see `Kernel`.
 
     Raises:
         CompileError: the driver does not take it.
@@ -131,7 +150,7 @@ def load(code: bytes, name: str, threads: int) -> Kernel:
             f"the driver does not load {name} ({status.name}); it may be older than NVRTC: update it"
         )
     function = _value(driver, driver.cuModuleGetFunction(module, name.encode()))
-    return Kernel(function, threads)
+    return Kernel(function, threads, overlaps)
 
 
 @functools.cache

@@ -1,13 +1,19 @@
 // Expert re-routing of one layer in one launch of one block. Compiled by NVRTC, see `fused.py`, which
-// also states what each argument is; `reference.py` states what is computed.
+// also states what each argument is; `reference.py` and `rivals.py` state what is computed.
 //
 // Given by the compiler's command line: EXPERTS, SLOTS (ids of a row), THREADS, ID_TYPE, and how
 // the router scores: LOGITS (0 float32, 1 bfloat16, 2 float16) and SIGMOID (0 softmax, 1 sigmoid).
+//
+// What bounds a block like this is how many instructions its one multiprocessor issues to memory, shared or
+// not, and how many of them wait for one another. So what comes from memory is asked for at once and by one
+// thread, a slot has a thread of its own, and an expert's neighbours come in order of their similarity
+// (`fused.neighbours`), so that the first of them that is read anyway is the one sought, and few are looked at.
 
 using Id = ID_TYPE;
 
 constexpr int WARPS = THREADS / 32;
 constexpr unsigned ALL = 0xffffffffu;
+constexpr int WORDS = (EXPERTS + 31) / 32;
 
 __device__ constexpr int power_of_two(int n) {
   int p = 1;
@@ -18,16 +24,20 @@ __device__ constexpr int power_of_two(int n) {
 // Lanes that share a row; a row never crosses a warp.
 constexpr int LANES = power_of_two(SLOTS);
 constexpr int ROWS_AT_ONCE = THREADS / LANES;
-static_assert(SLOTS >= 1 && LANES <= 32, "1 to 32 slots a row");
+static_assert(SLOTS >= 1 && SLOTS <= 16, "1 to 16 slots a row");
 static_assert(THREADS % 32 == 0 && THREADS >= 32 && THREADS <= 1024, "whole warps");
 
-// Columns of a similarity row that a lane reads, neighbouring ones in one load where they divide.
-constexpr int PER_LOAD = EXPERTS % 128 == 0 ? 4 : EXPERTS % 64 == 0 ? 2 : 1;
-constexpr int LOADS = (EXPERTS + 32 * PER_LOAD - 1) / (32 * PER_LOAD);
+// Threads that share the work on one expert where there are threads enough, neighbours in a warp.
+constexpr int PER_EXPERT = THREADS / power_of_two(EXPERTS);
+constexpr int SHARE = PER_EXPERT > 32 ? 32 : PER_EXPERT > 1 ? PER_EXPERT : 1;
+constexpr int SLICES = SHARE > 8 ? 8 : SHARE;
 
-struct alignas(PER_LOAD * sizeof(float)) Columns {
-  float at[PER_LOAD];
-};
+// Neighbours are looked at 32 at a time: eight lanes for an expert, four neighbours in each.
+constexpr int CHUNK = 32;
+constexpr int CHUNKS = (EXPERTS + CHUNK - 1) / CHUNK;
+// Times that a warp takes four experts; their first neighbours are asked for early if they fit in registers.
+constexpr int TURNS = (EXPERTS + 4 * WARPS - 1) / (4 * WARPS);
+constexpr int EARLY = TURNS <= 4 ? TURNS : 0;
 
 enum Kind { PADDING = 0, PREFILL = 1, DECODE = 2 };
 enum Policy { OFF = 0, TOPK = 1, SERE = 2, RANDOM = 3, OEA = 4, XSHARE = 5, LYNX = 6 };
@@ -35,6 +45,26 @@ enum Policy { OFF = 0, TOPK = 1, SERE = 2, RANDOM = 3, OEA = 4, XSHARE = 5, LYNX
 struct Settings {
   int policy, primary, renormalize, budget, seed;
 };
+
+__device__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+// A float as an unsigned number of the same order, above 0; -0 counts as 0.
+__device__ unsigned ordered(float value) {
+  const unsigned bits = __float_as_uint(value + 0.f);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+__device__ float unordered(unsigned key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+__device__ float warp_most(float value) { return unordered(__reduce_max_sync(ALL, ordered(value))); }
+
+__device__ float warp_sum(float value) {
+#pragma unroll
+  for (int step = 16; step; step /= 2) value += __shfl_xor_sync(ALL, value, step);
+  return value;
+}
 
 #if LOGITS == 0
 using Logit = float;
@@ -69,6 +99,36 @@ struct Scores {
   }
 };
 
+// What is known of an expert; each is 0 or 1. A byte for each, so that plain stores need no atomics.
+struct alignas(4) Flags {
+  unsigned char before;   // read by decode rows as they came
+  unsigned char primary;  // one of the heaviest of a decode row
+  unsigned char prefill;  // read by prefill rows
+  unsigned char fixed;    // protected, or without neighbours similar enough
+
+  // Read whatever happens to secondary slots.
+  __device__ bool open() const { return primary | prefill; }
+  __device__ bool moves() const { return before && !(primary | prefill | fixed); }
+};
+
+struct Shared {
+  alignas(16) Flags is[EXPERTS];
+  alignas(16) unsigned char after[WORDS * 32];  // read by decode rows as they leave
+  short target[EXPERTS];                        // where secondary slots go
+  short reach[EXPERTS];                         // neighbours that are similar enough
+  Settings settings;
+  int counted[2];  // experts before and after
+  int moved;
+  // Of policies with a set.
+  unsigned allowed[WORDS];           // a bit for each expert
+  int users[EXPERTS];                // slots of decode rows
+  unsigned long long mass[EXPERTS];  // of their weights, in units of 2^-32: the same in any order
+  unsigned long long key[EXPERTS];   // larger ones fill the set first
+  float sum[SLICES][EXPERTS];        // of gate values
+  float norm[WARPS];                 // of a row's gate values
+  bool counts[WARPS];                // whether a row is of decode
+};
+
 // One slot of one row, as a thread holds it.
 struct Slot {
   Id id;
@@ -80,29 +140,34 @@ struct Slot {
   __device__ bool valid() const { return here && id >= 0 && id < EXPERTS; }
 };
 
-struct Shared {
-  // Each is 0 or 1; plain stores of the same value need no atomics.
-  int before[EXPERTS];   // read by decode rows as they came
-  int primary[EXPERTS];  // one of the heaviest of a decode row
-  int prefill[EXPERTS];  // read by prefill rows
-  int after[EXPERTS];    // read by decode rows as they leave
-  int fixed[EXPERTS];    // protected
-  int target[EXPERTS];   // where secondary slots go
-  int allowed[EXPERTS];  // the set of a policy that has one
-  int users[EXPERTS];    // slots of decode rows
-  unsigned long long mass[EXPERTS];  // of their weights, in units of 2^-32: the same in any order
-  float sum[EXPERTS];    // of gate values
-  float norm[WARPS];     // of a row's gate values
-  int moved;
-};
+// Where a thread's slot is.
+__device__ int place(int pass) {
+  const int row = pass * ROWS_AT_ONCE + int(threadIdx.x) / LANES;
+  return row * SLOTS + (int(threadIdx.x) & (LANES - 1));
+}
+
+__device__ Slot fetch(const Id* ids, const float* weights, const unsigned char* kinds, int rows, int pass) {
+  const int row = pass * ROWS_AT_ONCE + int(threadIdx.x) / LANES;
+  const int slot = int(threadIdx.x) & (LANES - 1);
+  Slot own{-1, 0.f, PADDING, 0, row < rows && slot < SLOTS};
+  if (own.here) {
+    own.id = ids[place(pass)];
+    own.weight = weights[place(pass)];
+    own.kind = kinds[row];
+  }
+  return own;
+}
 
 // Rank by weight, heaviest first; ties by expert, then by slot; empty slots last. `rivals` takes whatever
-// is no expert for an empty slot, `reference` only what is below 0.
+// is no expert for an empty slot (`strict`), `reference` only what is below 0.
 __device__ int rank_of(const Slot& own, int lane, bool strict) {
   const bool empty = own.id < 0 || (strict && own.id >= EXPERTS);
-  const float weight = empty ? __uint_as_float(0xff800000u) : own.weight;
-  const Id expert = empty && strict ? Id(-1) : own.id;
+  const float weight = empty ? -infinity() : own.weight;
   const int first = lane & ~(LANES - 1), slot = lane & (LANES - 1);
+  // Routers mostly give slots in order.
+  const float left = __shfl_sync(ALL, weight, lane - 1);
+  if (__all_sync(ALL, slot == 0 || !own.here || left > weight)) return slot;
+  const Id expert = empty && strict ? Id(-1) : own.id;
   int rank = 0;
 #pragma unroll
   for (int j = 0; j < SLOTS; ++j) {
@@ -113,125 +178,68 @@ __device__ int rank_of(const Slot& own, int lane, bool strict) {
   return rank;
 }
 
-__device__ Slot load(const Id* ids, const float* weights, const unsigned char* kinds, int rows, int pass, bool strict) {
-  const int row = pass * ROWS_AT_ONCE + int(threadIdx.x) / LANES;
-  const int slot = int(threadIdx.x) & (LANES - 1);
-  Slot own{-1, 0.f, PADDING, 0, row < rows && slot < SLOTS};
-  if (own.here) {
-    own.id = ids[row * SLOTS + slot];
-    own.weight = weights[row * SLOTS + slot];
-    own.kind = kinds[row];
-  }
-  own.rank = rank_of(own, int(threadIdx.x) & 31, strict);
-  return own;
-}
-
 __device__ void mark(Shared& s, const Slot& own, int primary) {
   if (!own.valid() || own.kind == PADDING) return;
+  Flags& expert = s.is[own.id];
   if (own.kind == PREFILL) {
-    s.prefill[own.id] = 1;
+    expert.prefill = 1;
   } else {
-    s.before[own.id] = 1;
-    if (own.rank < primary) s.primary[own.id] = 1;
+    expert.before = 1;
+    if (own.rank < primary) expert.primary = 1;
   }
 }
 
-// A float as an unsigned number of the same order, above 0; -0 counts as 0.
-__device__ unsigned ordered(float value) {
-  const unsigned bits = __float_as_uint(value + 0.f);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+struct alignas(8) Neighbours {
+  short at[CHUNK / 8];
+};
+
+// The expert that eight lanes look after in a turn; there may be none.
+__device__ int expert_of(int turn, int thread) { return (turn * WARPS + thread / 32) * 4 + thread % 32 / 8; }
+
+// Lane l of eight gets numbers l, l + 8, ... of a chunk.
+__device__ void ask(Neighbours& some, const short* neighbours, int expert, int chunk, int lane) {
+  if (expert < EXPERTS && chunk < CHUNKS)
+    some = reinterpret_cast<const Neighbours*>(neighbours)[(expert * CHUNKS + chunk) * 8 + lane % 8];
 }
 
-// By a warp: the most similar expert that is read anyway, the lowest of equals; -1 if none is.
-__device__ int most_similar(const Shared& s, const Columns (&row)[LOADS], int lane, float& best) {
-  unsigned key = 0;
-  int column = EXPERTS;
+// Look through a chunk; whether any of the four experts has to go on to the next.
+__device__ bool look(Shared& s, const Neighbours& some, int expert, int chunk, int reach, bool& looks, int lane) {
 #pragma unroll
-  for (int i = 0; i < LOADS; ++i) {
-#pragma unroll
-    for (int k = 0; k < PER_LOAD; ++k) {
-      const int e = (i * 32 + lane) * PER_LOAD + k;
-      if (e >= EXPERTS || !(s.primary[e] | s.prefill[e])) continue;
-      const unsigned own = ordered(row[i].at[k]);
-      if (own > key) key = own, column = e;
+  for (int j = 0; j < CHUNK / 8; ++j) {
+    const int at = chunk * CHUNK + j * 8;
+    const bool open = looks && at + lane % 8 < reach && s.is[some.at[j]].open();
+    const unsigned found = __ballot_sync(ALL, open) >> (lane & 24) & 0xff;
+    if (looks && found) {
+      looks = false;
+      if (lane % 8 == __ffs(int(found)) - 1) {
+        s.target[expert] = some.at[j];
+        s.after[some.at[j]] = 1;
+      }
     }
+    if (looks && at + 8 >= reach) {
+      looks = false;
+      if (lane % 8 == 0) s.after[expert] = 1;  // stays
+    }
+    if (!__any_sync(ALL, looks)) return false;
   }
-  const unsigned most = __reduce_max_sync(ALL, key);
-  if (most == 0) return -1;
-  best = __uint_as_float(most & 0x80000000u ? most & 0x7fffffffu : ~most);
-  return int(__reduce_min_sync(ALL, key == most ? unsigned(column) : unsigned(EXPERTS)));
+  return true;
 }
 
-__device__ void read_row(Columns (&row)[LOADS], const float* similarity, int expert, int lane) {
-  const Columns* at = reinterpret_cast<const Columns*>(similarity + size_t(expert) * EXPERTS);
-#pragma unroll
-  for (int i = 0; i < LOADS; ++i) {
-    const int load = i * 32 + lane;
-    if (load * PER_LOAD < EXPERTS) row[i] = at[load];
-  }
-}
-
-// Find where the experts go that only secondary slots read. Warps take them in turn, several rows of
-// similarities on their way at once.
-__device__ void search_similar(Shared& s, const float* similarity, float threshold) {
-  constexpr int AT_ONCE = LOADS * PER_LOAD <= 8 ? 4 : 2;
-  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) & 31;
+// Where the slots of four experts go: to the nearest neighbour that is read anyway. `first` is a chunk of them.
+__device__ void send(Shared& s, const short* neighbours, int expert, const Neighbours& first, int lane) {
+  bool looks = expert < EXPERTS && s.is[expert].moves();
+  if (!__any_sync(ALL, looks)) return;
+  const int reach = looks ? s.reach[expert] : 0;
+  if (!look(s, first, expert, 0, reach, looks, lane)) return;
 #pragma unroll 1
-  for (int base = warp; base < EXPERTS; base += AT_ONCE * WARPS) {
-    Columns rows[AT_ONCE][LOADS];
-    bool searches[AT_ONCE];
+  for (int chunk = 1;; chunk += 3) {
+    Neighbours next[3];
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) {
-      const int e = base + k * WARPS;
-      searches[k] = e < EXPERTS && s.before[e] && !(s.primary[e] | s.prefill[e] | s.fixed[e]);
-      if (searches[k]) read_row(rows[k], similarity, e, lane);
-    }
+    for (int i = 0; i < 3; ++i) ask(next[i], neighbours, expert, chunk + i, lane);
 #pragma unroll
-    for (int k = 0; k < AT_ONCE; ++k) {
-      if (!searches[k]) continue;
-      float best = 0.f;
-      const int v = most_similar(s, rows[k], lane, best);
-      if (lane == 0 && v >= 0 && best >= threshold) s.target[base + k * WARPS] = v;
-    }
+    for (int i = 0; i < 3; ++i)
+      if (!look(s, next[i], expert, chunk + i, reach, looks, lane)) return;
   }
-}
-
-// As `reference.topk`: a secondary slot has no weight and its row's heaviest expert.
-__device__ void keep_heaviest(Slot& own, int lane, int primary, bool renormalize) {
-  const int first = lane & ~(LANES - 1);
-  const bool drop = own.kind == DECODE && own.rank >= primary && own.here && own.id >= 0;
-  const float kept = drop ? 0.f : own.weight;
-  float before = 0.f, after = 0.f;
-  Id heaviest = own.id;
-  int least = SLOTS;
-  bool any = false;
-#pragma unroll
-  for (int j = 0; j < SLOTS; ++j) {
-    before += __shfl_sync(ALL, own.weight, first + j);
-    after += __shfl_sync(ALL, kept, first + j);
-    any |= __shfl_sync(ALL, int(drop), first + j) != 0;
-    const int rank = __shfl_sync(ALL, own.rank, first + j);
-    const Id id = __shfl_sync(ALL, own.id, first + j);
-    if (rank < least) least = rank, heaviest = id;
-  }
-  if (drop) own.id = heaviest;
-  own.weight = any && renormalize ? kept * (after > 0.f ? before / after : 1.f) : kept;
-}
-
-__device__ bool leave(Shared& s, Slot own, const Settings& settings, Id* ids, float* weights, int pass) {
-  const Id came = own.id;
-  if (settings.policy == TOPK) {
-    keep_heaviest(own, int(threadIdx.x) & 31, settings.primary, settings.renormalize);
-  } else if (own.kind == DECODE && own.rank >= settings.primary && own.valid()) {
-    own.id = s.target[own.id];
-  }
-  if (!own.here) return false;
-  const int row = pass * ROWS_AT_ONCE + int(threadIdx.x) / LANES;
-  const int at = row * SLOTS + (int(threadIdx.x) & (LANES - 1));
-  ids[at] = own.id;
-  weights[at] = own.weight;
-  if (own.kind == DECODE && own.valid()) s.after[own.id] = 1;
-  return own.id != came;
 }
 
 // Of 32-bit numbers to themselves, one to one (splitmix32's finaliser).
@@ -243,55 +251,103 @@ __device__ unsigned mix(unsigned x) {
 
 // As `rivals.random_remap`: an expert goes to the one that draws the smallest number.
 __device__ void draw_targets(Shared& s, unsigned seed) {
-  for (int u = int(threadIdx.x); u < EXPERTS; u += THREADS) {
-    if (!s.before[u] || s.primary[u] | s.prefill[u]) continue;
+  const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) & 31;
+  for (int u = warp; u < EXPERTS; u += WARPS) {
+    if (!s.is[u].before || s.is[u].open()) continue;
     const unsigned source = mix(mix(seed) + unsigned(u));
-    unsigned least = 0;
-    int target = -1;
-    for (int v = 0; v < EXPERTS; ++v) {
+    unsigned least = ALL, target = EXPERTS;
+    for (int v = lane; v < EXPERTS; v += 32) {
       const unsigned drawn = mix(source + unsigned(v));
-      if ((s.primary[v] | s.prefill[v]) && (target < 0 || drawn < least)) least = drawn, target = v;
+      if (s.is[v].open() && drawn <= least) least = drawn, target = unsigned(v);
     }
-    if (target >= 0) s.target[u] = target;
+    const unsigned all = __reduce_min_sync(ALL, least);
+    const unsigned to = __reduce_min_sync(ALL, least == all ? target : unsigned(EXPERTS));
+    if (lane == 0) {
+      s.target[u] = short(to < EXPERTS ? to : u);
+      s.after[to < EXPERTS ? to : u] = 1;
+    }
   }
 }
 
-__device__ float warp_most(float value) {
-  const unsigned most = __reduce_max_sync(ALL, ordered(value));
-  return __uint_as_float(most & 0x80000000u ? most & 0x7fffffffu : ~most);
+// Which experts are read afterwards because their slots stay; whoever moves slots marks where they go.
+__device__ void keep(Shared& s, const Settings& settings, bool moves, int thread) {
+  for (int e = thread; e < EXPERTS; e += THREADS) {
+    const Flags is = s.is[e];
+    const bool stays = !moves                       ? is.before
+                       : settings.policy == TOPK    ? is.primary
+                       : settings.policy == SERE    ? is.before && !is.moves()
+                                                    : is.before && is.open();
+    if (stays) s.after[e] = 1;
+  }
 }
 
-__device__ float warp_sum(float value) {
+// As `reference.topk`: a secondary slot has no weight and its row's heaviest expert.
+__device__ void keep_heaviest(Slot& own, int lane, int primary, bool renormalize) {
+  const bool drop = own.kind == DECODE && own.rank >= primary && own.here && own.id >= 0;
+  const unsigned row = (LANES == 32 ? ALL : (1u << LANES) - 1) << (lane & ~(LANES - 1));
+  const unsigned drops = __ballot_sync(ALL, drop) & row;
+  const unsigned leads = __ballot_sync(ALL, own.here && own.rank == 0) & row;
+  const Id heaviest = __shfl_sync(ALL, own.id, leads ? __ffs(int(leads)) - 1 : lane);
+  const float kept = drop ? 0.f : own.weight;
+  float before = own.weight, after = kept;
 #pragma unroll
-  for (int step = 16; step; step /= 2) value += __shfl_xor_sync(ALL, value, step);
-  return value;
+  for (int step = LANES / 2; step; step /= 2) {
+    before += __shfl_xor_sync(ALL, before, step);
+    after += __shfl_xor_sync(ALL, after, step);
+  }
+  if (drop) own.id = heaviest;
+  own.weight = drops && renormalize ? kept * (after > 0.f ? before / after : 1.f) : kept;
+}
+
+__device__ void leave(Shared& s, Slot own, const Settings& settings, bool moves, Id* ids, float* weights, int pass) {
+  const int lane = int(threadIdx.x) & 31;
+  const Id came = own.id;
+  if (moves && settings.policy == TOPK) {
+    keep_heaviest(own, lane, settings.primary, settings.renormalize);
+  } else if (moves && own.kind == DECODE && own.rank >= settings.primary && own.valid()) {
+    own.id = s.target[own.id];
+  }
+  if (own.here) ids[place(pass)] = own.id;
+  // Those of the first pass have been written before, if nothing changes them.
+  if (own.here && (pass > 0 || (moves && settings.policy == TOPK))) weights[place(pass)] = own.weight;
+  const int moved = __popc(int(__ballot_sync(ALL, own.id != came)));
+  if (lane == 0 && moved) atomicAdd(&s.moved, moved);
 }
 
 __device__ float row_most(const Scores& scores, int row, int lane) {
-  float most = __uint_as_float(0xff800000u);
+  float most = -infinity();
   if (!SIGMOID)
     for (int e = lane; e < EXPERTS; e += 32) most = fmaxf(most, read(scores.logits[size_t(row) * EXPERTS + e]));
   return warp_most(most);
 }
 
-// Sum of every expert's gate values over the decode rows, rows in order.
+// Sums of every expert's gate values over the decode rows, in slices of a fixed order.
 __device__ void sum_gates(Shared& s, const Scores& scores, const unsigned char* kinds, int rows) {
   const int warp = int(threadIdx.x) / 32, lane = int(threadIdx.x) & 31;
   for (int base = 0; base < rows; base += WARPS) {
-    // What rows are divided by; a softmax's sum.
+    // What a row is divided by: a softmax's sum, by way of its logarithm.
     const int own = base + warp;
+    const bool counts = own < rows && kinds[own] == DECODE;
     float most = 0.f, total = 1.f;
-    if (!SIGMOID && own < rows && kinds[own] == DECODE) {
+    if (!SIGMOID && counts) {
       most = row_most(scores, own, lane);
       total = 0.f;
       for (int e = lane; e < EXPERTS; e += 32) total += scores.gate(own, e, most);
       total = warp_sum(total);
     }
-    if (lane == 0) s.norm[warp] = SIGMOID ? 0.f : most + logf(total);
+    if (lane == 0) {
+      s.norm[warp] = SIGMOID ? 0.f : most + logf(total);
+      s.counts[warp] = counts;
+    }
     __syncthreads();
-    for (int e = int(threadIdx.x); e < EXPERTS; e += THREADS)
-      for (int k = 0; k < WARPS && base + k < rows; ++k)
-        if (kinds[base + k] == DECODE) s.sum[e] += scores.gate(base + k, e, s.norm[k]);
+    for (int item = int(threadIdx.x); item < EXPERTS * SLICES; item += THREADS) {
+      const int e = item % EXPERTS, slice = item / EXPERTS;
+      float sum = 0.f;
+#pragma unroll 4
+      for (int k = slice; k < WARPS; k += SLICES)
+        if (s.counts[k]) sum += scores.gate(base + k, e, s.norm[k]);
+      s.sum[slice][e] += sum;
+    }
     __syncthreads();
   }
 }
@@ -302,87 +358,97 @@ __device__ void count_users(Shared& s, const Slot& own) {
   atomicAdd(&s.mass[own.id], (unsigned long long)(fmaxf(own.weight, 0.f) * 4294967296.f));
 }
 
+// In which order experts fill the set; 0 for those that take no place of the budget.
+__device__ unsigned long long key_of(const Shared& s, const Settings& settings, int e) {
+  const Flags is = s.is[e];
+  if (settings.policy == LYNX) {
+    constexpr unsigned long long MOST = (1ull << 49) - 1;
+    const unsigned long long mass = s.mass[e] < MOST ? s.mass[e] : MOST;
+    return is.prefill ? 0 : (1ull << 63) | (unsigned long long)s.users[e] << 49 | mass;
+  }
+  float sum = 0.f;
+  for (int slice = 0; slice < SLICES; ++slice) sum += s.sum[slice][e];
+  return is.open() ? 0 : ordered(sum);
+}
+
 // The set of experts that decode rows may read, as `rivals` has it.
 __device__ void allow(Shared& s, const Settings& settings) {
-  for (int e = int(threadIdx.x); e < EXPERTS; e += THREADS) {
-    const bool open = s.primary[e] | s.prefill[e];
-    if (settings.policy == OEA || open) {
-      s.allowed[e] = open;
-      continue;
-    }
-    // How many others are ahead of it, and how many places there are.
-    int ahead = 0, taken = 0;
-    for (int o = 0; o < EXPERTS; ++o) {
-      const bool others = settings.policy == XSHARE ? s.primary[o] | s.prefill[o] : s.prefill[o];
-      taken += settings.policy == XSHARE && s.primary[o] && !s.prefill[o];
-      if (o == e || others) continue;
-      bool before = o < e;
-      if (settings.policy == LYNX) {
-        if (s.mass[o] != s.mass[e]) before = s.mass[o] > s.mass[e];
-        if (s.users[o] != s.users[e]) before = s.users[o] > s.users[e];
-      } else if (s.sum[o] != s.sum[e]) {
-        before = s.sum[o] > s.sum[e];
+  if (settings.policy != OEA) {
+    for (int e = int(threadIdx.x); e < EXPERTS; e += THREADS) s.key[e] = key_of(s, settings, e);
+    __syncthreads();
+  }
+  for (int item = int(threadIdx.x); item < power_of_two(EXPERTS) * SHARE; item += THREADS) {
+    const int e = item / SHARE;
+    const bool own = e < EXPERTS;
+    bool in = own && s.is[e].open();
+    if (settings.policy != OEA) {
+      // How many others are ahead of it, and how many places are taken.
+      const unsigned long long key = own ? s.key[e] : ~0ull;
+      int ahead = 0, taken = 0;
+      if (own)
+        for (int o = item % SHARE; o < EXPERTS; o += SHARE) {
+          const unsigned long long other = s.key[o];
+          ahead += other > key || (other == key && o < e);
+          if (settings.policy == XSHARE) taken += s.is[o].primary && !s.is[o].prefill;
+        }
+#pragma unroll
+      for (int step = SHARE / 2; step; step /= 2) {
+        ahead += __shfl_xor_sync(ALL, ahead, step);
+        taken += __shfl_xor_sync(ALL, taken, step);
       }
-      ahead += before;
+      in |= own && ahead < settings.budget - taken;
     }
-    s.allowed[e] = ahead < settings.budget - taken;
+    if (in && item % SHARE == 0) atomicOr(&s.allowed[e / 32], 1u << e % 32);
   }
 }
 
-// By a warp, a decode row within the set: as `rivals._reselect`.
+// By a warp, a decode row within the set: as `rivals._reselect`. Lanes hold slots, and each a column of
+// every 32 experts.
 __device__ void select_again(Shared& s, const Scores& scores, const Id* ids, const float* weights, Id* out_ids,
                              float* out_weights, int row, int lane) {
   const bool here = lane < SLOTS;
-  Id id = here ? ids[row * SLOTS + lane] : Id(-1);
-  const float weight = here ? weights[row * SLOTS + lane] : 0.f;
-  const bool filled = here && id >= 0 && id < EXPERTS;
-  const bool lost = filled && !s.allowed[id];
+  const Id came = here ? ids[size_t(row) * SLOTS + lane] : Id(-1);
+  float weight = here ? weights[size_t(row) * SLOTS + lane] : 0.f;
+  const bool filled = came >= 0 && came < EXPERTS;
+  const bool lost = filled && !(s.allowed[came / 32] >> came % 32 & 1);
   const unsigned all_lost = __ballot_sync(ALL, lost);
+  Id id = came;
   if (all_lost) {
-    // The heaviest, and what the row holds.
-    int rank = 0;
-    Id heaviest = id;
-    int least = SLOTS + 1;
-    const Id ranked = filled ? id : Id(-1);
-    const float own = filled ? weight : __uint_as_float(0xff800000u);
-    unsigned open[(EXPERTS + 31) / 32];
+    // By which the row ranks what it may read and does not hold; 0 for the others.
+    unsigned key[WORDS];
 #pragma unroll
-    for (int i = 0; i < (EXPERTS + 31) / 32; ++i) {
+    for (int i = 0; i < WORDS; ++i) {
       const int e = i * 32 + lane;
-      open[i] = e < EXPERTS && s.allowed[e] && scores.choice(row, e) > __uint_as_float(0xff800000u);
-    }
-    for (int j = 0; j < SLOTS; ++j) {
-      const Id other = __shfl_sync(ALL, ranked, j);
-      const float w = __shfl_sync(ALL, own, j);
-      rank += w > own || (w == own && (other < ranked || (other == ranked && j < lane)));
-#pragma unroll
-      for (int i = 0; i < (EXPERTS + 31) / 32; ++i)
-        if (other >= 0 && int(other) == i * 32 + lane) open[i] = 0;
-    }
-    for (int j = 0; j < SLOTS; ++j) {
-      const int r = __shfl_sync(ALL, rank, j);
-      const Id other = __shfl_sync(ALL, id, j);
-      if (r < least) least = r, heaviest = other;
+      const unsigned held = __reduce_or_sync(ALL, filled && came / 32 == i ? 1u << came % 32 : 0u);
+      const bool open = e < EXPERTS && ((s.allowed[i] & ~held) >> lane & 1);
+      const float choice = open ? scores.choice(row, e) : -infinity();
+      key[i] = choice > -infinity() ? ordered(choice) : 0;
     }
     bool served = false;
-    for (int j = 0; j < SLOTS; ++j) {
-      if (!(all_lost >> j & 1)) continue;
-      unsigned key = 0;
-      int best = EXPERTS;
+    for (unsigned left = all_lost; left; left &= left - 1) {
+      unsigned own = key[0];
 #pragma unroll
-      for (int i = 0; i < (EXPERTS + 31) / 32; ++i) {
-        if (!open[i]) continue;
-        const unsigned k = ordered(scores.choice(row, i * 32 + lane));
-        if (k > key) key = k, best = i * 32 + lane;
-      }
-      const unsigned most = __reduce_max_sync(ALL, key);
-      const int next = int(__reduce_min_sync(ALL, most && key == most ? unsigned(best) : unsigned(EXPERTS)));
-      if (lane == j) id = next < EXPERTS ? Id(next) : heaviest, served = next < EXPERTS;
+      for (int i = 1; i < WORDS; ++i) own = own > key[i] ? own : key[i];
+      const unsigned most = __reduce_max_sync(ALL, own);
+      if (most == 0) break;
+      unsigned best = EXPERTS;
 #pragma unroll
-      for (int i = 0; i < (EXPERTS + 31) / 32; ++i)
-        if (next == i * 32 + lane) open[i] = 0;
+      for (int i = WORDS - 1; i >= 0; --i)
+        if (key[i] == most) best = unsigned(i * 32 + lane);
+      const unsigned next = __reduce_min_sync(ALL, best);
+#pragma unroll
+      for (int i = 0; i < WORDS; ++i)
+        if (best == next && next / 32 == i) key[i] = 0;
+      if (lane == __ffs(int(left)) - 1) id = Id(next), served = true;
     }
+    // Slots that none is left for read the row's heaviest expert, of equals the lowest.
     const bool carries = filled && (served || !lost);
+    if (__any_sync(ALL, lost && !served)) {
+      const unsigned most = __reduce_max_sync(ALL, filled ? ordered(weight) : 0u);
+      const unsigned least =
+          __reduce_min_sync(ALL, filled && ordered(weight) == most ? unsigned(came) : unsigned(EXPERTS));
+      if (lost && !served) id = Id(least);
+    }
     const float most = row_most(scores, row, lane);
     float gate = carries ? scores.gate(row, int(id), most) : 0.f;
     const float total = warp_sum(filled ? weight : 0.f);
@@ -391,13 +457,11 @@ __device__ void select_again(Shared& s, const Scores& scores, const Id* ids, con
       gate = carries ? 1.f : 0.f;
       sum = warp_sum(gate);
     }
-    if (here) {
-      out_ids[row * SLOTS + lane] = id;
-      out_weights[row * SLOTS + lane] = filled ? gate * (total / sum) : weight;
-    }
-  } else if (here) {
-    out_ids[row * SLOTS + lane] = id;
-    out_weights[row * SLOTS + lane] = weight;
+    if (filled) weight = gate * (total / sum);
+  }
+  if (here) {
+    out_ids[size_t(row) * SLOTS + lane] = id;
+    out_weights[size_t(row) * SLOTS + lane] = weight;
   }
   if (filled) s.after[id] = 1;
   const int moved = __popc(int(all_lost));
@@ -407,10 +471,17 @@ __device__ void select_again(Shared& s, const Scores& scores, const Id* ids, con
 // All of a step under a policy with a set.
 __device__ void within_set(Shared& s, const Settings& settings, const Scores& scores, const Id* ids,
                            const float* weights, const unsigned char* kinds, Id* out_ids, float* out_weights,
-                           int rows, int passes) {
+                           int rows) {
+  for (int e = int(threadIdx.x); e < EXPERTS; e += THREADS) {
+    s.users[e] = 0;
+    s.mass[e] = 0;
+    for (int slice = 0; slice < SLICES; ++slice) s.sum[slice][e] = 0.f;
+  }
+  for (int word = int(threadIdx.x); word < WORDS; word += THREADS) s.allowed[word] = 0;
+  __syncthreads();
   if (settings.policy == XSHARE) sum_gates(s, scores, kinds, rows);
   if (settings.policy == LYNX)
-    for (int pass = 0; pass < passes; ++pass) count_users(s, load(ids, weights, kinds, rows, pass, true));
+    for (int pass = 0; pass * ROWS_AT_ONCE < rows; ++pass) count_users(s, fetch(ids, weights, kinds, rows, pass));
   __syncthreads();
   allow(s, settings);
   __syncthreads();
@@ -419,68 +490,96 @@ __device__ void within_set(Shared& s, const Settings& settings, const Scores& sc
     if (kinds[row] == DECODE) {
       select_again(s, scores, ids, weights, out_ids, out_weights, row, lane);
     } else if (lane < SLOTS) {
-      out_ids[row * SLOTS + lane] = ids[row * SLOTS + lane];
-      out_weights[row * SLOTS + lane] = weights[row * SLOTS + lane];
+      out_ids[size_t(row) * SLOTS + lane] = ids[size_t(row) * SLOTS + lane];
+      out_weights[size_t(row) * SLOTS + lane] = weights[size_t(row) * SLOTS + lane];
     }
   }
 }
 
-__device__ int count(const int* flags, int lane) {
-  int total = 0;
-  for (int e = lane; e < EXPERTS; e += 32) total += flags[e];
-  return int(__reduce_add_sync(ALL, unsigned(total)));
+// By a warp: how many experts are read before and after.
+__device__ void count(Shared& s, int lane) {
+  unsigned both = 0;
+  for (int e = lane; e < EXPERTS; e += 32) both += unsigned(s.is[e].before) << 16 | s.after[e];
+  both = __reduce_add_sync(ALL, both);
+  if (lane == 0) s.counted[0] = int(both >> 16), s.counted[1] = int(both & 0xffff);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) reroute(
     const Id* __restrict__ ids, const float* __restrict__ weights, const unsigned char* __restrict__ kinds,
-    const float* __restrict__ similarity, const unsigned char* __restrict__ protection,
-    const Settings* __restrict__ given, const float* __restrict__ threshold, Id* __restrict__ out_ids,
-    float* __restrict__ out_weights, int* __restrict__ counters, const long long* __restrict__ step,
-    long long* __restrict__ calls, const Logit* __restrict__ logits, const float* __restrict__ bias, int rows,
-    int layer, int layers) {
+    const short* __restrict__ neighbours, const short* __restrict__ reach, const int* __restrict__ settings_given,
+    Id* __restrict__ out_ids, float* __restrict__ out_weights, int* __restrict__ counters,
+    const long long* __restrict__ step, long long* __restrict__ calls, const Logit* __restrict__ logits,
+    const float* __restrict__ bias, int rows, int layer, int layers) {
   __shared__ Shared s;
-  const int thread = int(threadIdx.x);
-  const Settings settings = *given;
+  const int thread = int(threadIdx.x), lane = thread & 31;
+  const int last = THREADS - 1 - thread;  // experts are set up by those that have the fewest slots
+  const bool clerk = thread == THREADS - 32;
+#if __CUDA_ARCH__ >= 900
+  // What comes before need not have ended for this to start, nor this for what comes after: see `nvrtc.py`.
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+  // What no kernel of a step writes.
+  if (thread >= THREADS - 32 && lane < 5) reinterpret_cast<int*>(&s.settings)[lane] = settings_given[lane];
+  for (int e = last; e < EXPERTS; e += THREADS) {
+    const short far = reach[e];
+    s.is[e] = Flags{0, 0, 0, far == 0};
+    s.reach[e] = far;
+    s.after[e] = 0;
+    s.target[e] = short(e);
+  }
+  Neighbours nearest[EARLY > 0 ? EARLY : 1];
+#pragma unroll
+  for (int turn = 0; turn < EARLY; ++turn) ask(nearest[turn], neighbours, expert_of(turn, thread), 0, lane);
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+  Slot first = fetch(ids, weights, kinds, rows, 0);
+  long long at_step = 0, called = 0;
+  if (clerk) at_step = *step, called = calls[layer], s.moved = 0;
+  __syncthreads();
+  const Settings settings = s.settings;
   const bool moves = settings.policy != OFF && settings.primary < SLOTS;
   const int primary = moves ? settings.primary : SLOTS;
   const bool strict = settings.policy >= OEA;
   const int passes = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
-  const Slot first = load(ids, weights, kinds, rows, 0, strict);
-  for (int e = thread; e < EXPERTS; e += THREADS) {
-    s.before[e] = s.primary[e] = s.prefill[e] = s.after[e] = s.users[e] = 0;
-    s.mass[e] = 0;
-    s.sum[e] = 0.f;
-    s.fixed[e] = protection[e];
-    s.target[e] = e;
-  }
-  if (thread == 0) s.moved = 0;
-  __syncthreads();
+  first.rank = rank_of(first, lane, strict);
   mark(s, first, primary);
-  for (int pass = 1; pass < passes; ++pass) mark(s, load(ids, weights, kinds, rows, pass, strict), primary);
+  if (first.here && !(moves && (strict || settings.policy == TOPK))) out_weights[place(0)] = first.weight;
+  for (int pass = 1; pass < passes; ++pass) {
+    Slot own = fetch(ids, weights, kinds, rows, pass);
+    own.rank = rank_of(own, lane, strict);
+    mark(s, own, primary);
+  }
   __syncthreads();
-  if (moves && settings.policy >= OEA) {
-    within_set(s, settings, Scores{logits, bias}, ids, weights, kinds, out_ids, out_weights, rows, passes);
+  if (moves && strict) {
+    within_set(s, settings, Scores{logits, bias}, ids, weights, kinds, out_ids, out_weights, rows);
+    __syncthreads();
   } else {
-    if (moves && settings.policy == SERE) search_similar(s, similarity, *threshold);
+    keep(s, settings, moves, last);
+    if (moves && settings.policy == SERE) {
+#pragma unroll
+      for (int turn = 0; turn < EARLY; ++turn) send(s, neighbours, expert_of(turn, thread), nearest[turn], lane);
+      for (int turn = EARLY; turn < TURNS; ++turn) {
+        ask(nearest[0], neighbours, expert_of(turn, thread), 0, lane);
+        send(s, neighbours, expert_of(turn, thread), nearest[0], lane);
+      }
+    }
     if (moves && settings.policy == RANDOM) draw_targets(s, unsigned(settings.seed));
     __syncthreads();
-    Settings acting = settings;
-    if (!moves) acting.policy = OFF, acting.primary = SLOTS;
-    int moved = leave(s, first, acting, out_ids, out_weights, 0);
-    for (int pass = 1; pass < passes; ++pass)
-      moved += leave(s, load(ids, weights, kinds, rows, pass, strict), acting, out_ids, out_weights, pass);
-    moved = int(__reduce_add_sync(ALL, unsigned(moved)));
-    if ((thread & 31) == 0 && moved) atomicAdd(&s.moved, moved);
-  }
-  __syncthreads();
-  if (thread < 32) {
-    const int before = count(s.before, thread), after = count(s.after, thread);
-    if (thread == 0) {
-      int* at = counters + (size_t(*step) * layers + layer) * 3;
-      at[0] = before;
-      at[1] = after;
-      at[2] = s.moved;
-      calls[layer] += 1;
+    leave(s, first, settings, moves, out_ids, out_weights, 0);
+    for (int pass = 1; pass < passes; ++pass) {
+      Slot own = fetch(ids, weights, kinds, rows, pass);
+      own.rank = rank_of(own, lane, strict);
+      leave(s, own, settings, moves, out_ids, out_weights, pass);
     }
+  }
+  if (thread >= THREADS - 32) count(s, lane);
+  __syncthreads();
+  if (clerk) {
+    int* at = counters + (size_t(at_step) * layers + layer) * 3;
+    at[0] = s.counted[0];
+    at[1] = s.counted[1];
+    at[2] = s.moved;
+    calls[layer] = called + 1;
   }
 }

@@ -31,11 +31,15 @@ LAYERS = 2
 CPU = torch.device("cpu")
 
 
+def rows_of(decode: int, prefill: int) -> np.ndarray:
+    return np.array([DECODE] * decode + [PREFILL] * prefill, dtype=np.uint8)
+
+
 def run_step(
     log: StepLog, value: int, requests: tuple[str, ...] = ("r",), prefill: int = 0
 ) -> None:
     """One engine step in which layer l counts value, value + 10 l, value + 20 l."""
-    log.begin(requests, len(requests), prefill)
+    log.begin(requests, rows_of(len(requests), prefill))
     for layer in range(LAYERS):
         counted = torch.tensor([value, value + 10 * layer, value + 20 * layer], dtype=torch.int32)
         log.counters[log.slot, layer] = counted
@@ -46,7 +50,7 @@ def want(value: int) -> list[list[int]]:
 
 
 def test_counters_come_back_in_order_and_only_once() -> None:
-    log = StepLog(LAYERS, CPU)
+    log = StepLog(LAYERS, CPU, 32)
     for value in range(5):
         run_step(log, value, prefill=value)
     steps, counts, lost = log.drain()
@@ -63,7 +67,7 @@ def test_counters_come_back_in_order_and_only_once() -> None:
 
 
 def test_steps_without_decode_rows_are_not_listed() -> None:
-    log = StepLog(LAYERS, CPU)
+    log = StepLog(LAYERS, CPU, 32)
     run_step(log, 1)
     run_step(log, 2, requests=(), prefill=30)
     run_step(log, 3)
@@ -77,7 +81,7 @@ def test_what_was_overwritten_is_counted_as_lost(
     steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry, "MAX_STEPS", 8)
-    log = StepLog(LAYERS, CPU)
+    log = StepLog(LAYERS, CPU, 32)
     for round_ in range(2):  # the ring goes on where it stood
         for value in range(steps):
             run_step(log, 100 * round_ + value)
@@ -89,7 +93,7 @@ def test_what_was_overwritten_is_counted_as_lost(
 
 def test_prefill_steps_overwrite_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "MAX_STEPS", 8)
-    log = StepLog(LAYERS, CPU)
+    log = StepLog(LAYERS, CPU, 32)
     for value in range(3):
         run_step(log, value)
     for _ in range(6):
@@ -103,10 +107,10 @@ def test_prefill_steps_overwrite_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_write_touches_its_own_step_and_layer_alone() -> None:
-    log = StepLog(LAYERS, CPU)
+    log = StepLog(LAYERS, CPU, 32)
     run_step(log, 5)
     before = log.counters.clone()
-    log.begin(("r",), 1, 0)
+    log.begin(("r",), rows_of(1, 0))
     log.counters[log.slot, 1] = torch.tensor([7, 8, 9], dtype=torch.int32)
     assert log.counters[1, 1].tolist() == [7, 8, 9]
     log.counters[1, 1] = 0
@@ -142,7 +146,7 @@ def _means(steps: int, batch: float, before: float, after: float, moved: float) 
 
 @pytest.mark.parametrize("count", [0, 1, 4])
 def test_packed_steps_unpack_to_themselves(count: int) -> None:
-    log = StepLog(LAYERS, CPU)
+    log = StepLog(LAYERS, CPU, 32)
     for value in range(count):
         run_step(log, value, requests=("a", "b"), prefill=value)
     steps, counts, _ = log.drain()
@@ -220,11 +224,7 @@ class Prepared:
 def lever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The routing lever with two layers, and nothing of it left behind."""
     monkeypatch.setattr(LEVER, "layers", dict.fromkeys(range(LAYERS)))
-    for name, value in (
-        ("log", StepLog(LAYERS, CPU)),
-        ("row_kind", torch.zeros(16, dtype=torch.uint8)),
-    ):
-        monkeypatch.setattr(LEVER, name, value, raising=False)
+    monkeypatch.setattr(LEVER, "log", StepLog(LAYERS, CPU, 16))
     monkeypatch.setattr(LEVER, "refusal", None)
     monkeypatch.setattr(LEVER, "prepare", lambda device: None)
     monkeypatch.setattr(steps_of, "REQUEST_GROUPS", OrderedDict())
@@ -233,12 +233,12 @@ def lever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_a_step_of_the_second_runner_is_noted(lever: None) -> None:
     runner, output = SimpleNamespace(device=CPU), SimpleNamespace(scheduled_new_reqs=[])
-    LEVER.row_kind.fill_(9)
+    assert LEVER.log is not None
+    LEVER.log.begin((), rows_of(0, 12))  # of which nothing is left after the next
     prefilling = np.array([False, True, False])
     batch = Prepared(["a", "b", "c"], np.array([1, 4, 1]), prefilling, 6)
     note_prepared(runner, output, batch)
-    assert LEVER.row_kind.tolist() == [DECODE, *[PREFILL] * 4, DECODE] + [0] * 10
-    assert LEVER.log is not None
+    assert LEVER.log.row_kind.tolist() == [DECODE, *[PREFILL] * 4, DECODE] + [0] * 10
     step = LEVER.log.drain()[0][0]
     assert (step.decode_requests, step.decode_rows, step.prefill_rows) == (("a", "c"), 2, 4)
 
@@ -259,4 +259,7 @@ def test_rows_that_nobody_can_tell_apart_are_refused(
     note_prepared(runner, output, batch)
     assert LEVER.refusal is not None
     assert reason in LEVER.refusal
-    assert LEVER.row_kind.tolist() == [0] * 16
+    assert LEVER.log is not None
+    assert LEVER.log.row_kind.tolist() == [0] * 16
+    with pytest.raises(RuntimeError, match="a step of 17 rows; 16 were planned for"):
+        LEVER.log.begin((), rows_of(8, 9))

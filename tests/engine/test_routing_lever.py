@@ -6,6 +6,7 @@ import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -46,10 +47,8 @@ def similarities(seed: int) -> Tensor:
 
 def step(made: RoutingLever, kinds: list[int]) -> None:
     """What happens before a step: row kinds are written, and its counters opened."""
-    made.row_kind[: len(kinds)] = torch.tensor(kinds, dtype=torch.uint8)
-    made.row_kind[len(kinds) :] = PADDING
     assert made.log is not None
-    made.log.begin(("r",), kinds.count(DECODE), kinds.count(PREFILL))
+    made.log.begin(("r",), np.array(kinds, dtype=np.uint8))
 
 
 def counters(made: RoutingLever) -> list[list[int]]:

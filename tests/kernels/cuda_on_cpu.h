@@ -4,6 +4,7 @@
 
 #pragma once
 
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstddef>
@@ -44,6 +45,17 @@ void exchange(T own, T (&all)[32]) {
 
 inline void __syncthreads() { emulated::block->arrive_and_wait(); }
 
+inline int __syncthreads_count(bool own) {
+  static std::atomic<int> count;
+  if (threadIdx.x == 0) count = 0;
+  __syncthreads();
+  count += own;
+  __syncthreads();
+  const int total = count;
+  __syncthreads();
+  return total;
+}
+
 template <typename T>
 T __shfl_sync(unsigned, T own, int from) {
   T all[32];
@@ -66,6 +78,9 @@ inline unsigned __ballot_sync(unsigned, bool own) {
   return bits;
 }
 
+inline bool __all_sync(unsigned mask, bool own) { return __ballot_sync(mask, own) == 0xffffffffu; }
+inline bool __any_sync(unsigned mask, bool own) { return __ballot_sync(mask, own) != 0; }
+
 template <typename F>
 unsigned reduced(unsigned own, F join) {
   unsigned all[32];
@@ -83,12 +98,17 @@ inline unsigned __reduce_min_sync(unsigned, unsigned own) {
 inline unsigned __reduce_add_sync(unsigned, unsigned own) {
   return reduced(own, [](unsigned a, unsigned b) { return a + b; });
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned own) {
+  return reduced(own, [](unsigned a, unsigned b) { return a | b; });
+}
 
+inline unsigned atomicOr(unsigned* at, unsigned value) { return __atomic_fetch_or(at, value, __ATOMIC_RELAXED); }
 inline int atomicAdd(int* at, int value) { return __atomic_fetch_add(at, value, __ATOMIC_RELAXED); }
 inline unsigned long long atomicAdd(unsigned long long* at, unsigned long long value) {
   return __atomic_fetch_add(at, value, __ATOMIC_RELAXED);
 }
 inline int __popc(int value) { return __builtin_popcount(unsigned(value)); }
+inline int __ffs(int value) { return __builtin_ffs(value); }
 inline unsigned __float_as_uint(float value) {
   unsigned bits;
   std::memcpy(&bits, &value, 4);

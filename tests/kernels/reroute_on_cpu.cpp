@@ -3,10 +3,10 @@
 // The kernel comes after what stands in for CUDA.
 #include "reroute.cu"
 
-extern "C" void run(const Id* ids, const float* weights, const unsigned char* kinds, const float* similarity,
-                    const unsigned char* protection, const Settings* settings, const float* threshold,
-                    Id* out_ids, float* out_weights, int* counters, const long long* step, long long* calls,
-                    const Logit* logits, const float* bias, int rows, int layer, int layers) {
-  launch(THREADS, reroute, ids, weights, kinds, similarity, protection, settings, threshold, out_ids, out_weights,
-         counters, step, calls, logits, bias, rows, layer, layers);
+extern "C" void run(const Id* ids, const float* weights, const unsigned char* kinds, const short* neighbours,
+                    const short* reach, const int* settings, Id* out_ids, float* out_weights, int* counters,
+                    const long long* step, long long* calls, const Logit* logits, const float* bias, int rows,
+                    int layer, int layers) {
+  launch(THREADS, reroute, ids, weights, kinds, neighbours, reach, settings, out_ids, out_weights, counters, step,
+         calls, logits, bias, rows, layer, layers);
 }

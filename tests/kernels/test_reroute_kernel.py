@@ -63,6 +63,17 @@ def state(
     }
 
 
+def inputs(given: dict[str, Tensor], set_to: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What the operator takes of both."""
+    similarity, protection = given["similarity"], given["protection"]
+    near = {
+        "neighbours": fused.neighbours(similarity),
+        "reach": fused.reach(similarity, set_to["threshold"], protection),
+    }
+    left_out = ("similarity", "protection", "threshold")
+    return near | {k: v for k, v in (given | set_to).items() if k not in left_out}
+
+
 def wanted(
     given: dict[str, Tensor], set_to: dict[str, Tensor], sigmoid: bool
 ) -> tuple[Tensor, Tensor]:
@@ -126,10 +137,11 @@ def emulated(tmp_path_factory: pytest.TempPathFactory) -> Build:
 
         def call(given: dict[str, Tensor], set_to: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
             ids, weights = torch.empty_like(given["ids"]), torch.empty_like(given["weights"])
+            of = inputs(given, set_to)
             tensors = (
-                given["ids"], given["weights"], given["row_kind"], given["similarity"][1],
-                given["protection"][1], set_to["settings"], set_to["threshold"][1], ids, weights,
-                set_to["counters"], set_to["step"], set_to["calls"], given["logits"], given["bias"],
+                of["ids"], of["weights"], of["row_kind"], of["neighbours"][1], of["reach"][1],
+                of["settings"], ids, weights, of["counters"], of["step"], of["calls"], of["logits"],
+                of["bias"],
             )  # fmt: skip
             run(*(ctypes.c_void_p(t.data_ptr()) for t in tensors), len(ids), 1, LAYERS)
             return ids, weights
@@ -174,6 +186,17 @@ def test_the_kernel_computes_what_the_reference_does(
     assert min(moved.values()) > 20 or slots == 1
 
 
+def test_neighbours_are_in_order_and_end_where_similarity_does() -> None:
+    similarity = torch.tensor([[[1.0, 0.5, 0.5], [-0.5, 1.0, 0.0], [0.25, 0.75, 1.0]]])
+    near = fused.neighbours(similarity)
+    assert near.shape == (1, 3, 32)
+    # Lanes of eight: numbers 0, 8, ... of the order, then 1, 9, ...
+    assert near[0, :, [0, 4, 8]].tolist() == [[0, 1, 2], [1, 2, 0], [2, 1, 0]]
+    protected = torch.tensor([[0, 1, 0]])
+    for rho, reach in ((0.5, [3, 0, 2]), (0.6, [1, 0, 2]), (-1.0, [3, 0, 3]), (2.0, [0, 0, 0])):
+        assert fused.reach(similarity, torch.tensor([rho]), protected)[0].tolist() == reach
+
+
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_it_compiles_without_a_gpu(arch: str) -> None:
     for experts, slots, logits in (
@@ -181,7 +204,7 @@ def test_it_compiles_without_a_gpu(arch: str) -> None:
         (60, 4, torch.float32),
         (512, 10, torch.float16),
     ):
-        defines = fused.defines(experts, slots, fused.threads_for(experts), torch.int32, logits)
+        defines = fused.defines(experts, slots, 1024, torch.int32, logits)
         code = nvrtc.compile_source(SOURCE, "reroute.cu", arch, defines)
         assert code[:4] == b"\x7fELF"
         assert b"reroute" in code
@@ -217,7 +240,7 @@ def test_the_operator_on_a_cpu_is_the_reference(policy: str) -> None:
     for seed in range(12):
         given = case(9, 4, 16, seed, (torch.int32, torch.int64)[seed % 2])
         set_to = state(policy, 2, True, 0.3)
-        ids, weights = fused.reroute(**given, **set_to, layer=1, sigmoid=bool(seed % 3))
+        ids, weights = fused.reroute(**inputs(given, set_to), layer=1, sigmoid=bool(seed % 3))
         want_ids, want_weights = wanted(given, set_to, bool(seed % 3))
         assert torch.equal(ids, want_ids)
         assert torch.equal(weights, want_weights)
@@ -230,20 +253,19 @@ def test_the_operator_is_registered_as_it_behaves() -> None:
     torch.library.opcheck(
         torch.ops.pruneroute.reroute.default,
         (),
-        {**given, **set_to, "layer": 1, "sigmoid": False},
+        {**inputs(given, set_to), "layer": 1, "sigmoid": False},
     )
 
 
 def test_more_kinds_than_rows_are_fine_and_fewer_are_not() -> None:
     given, set_to = case(9, 4, 16, 1), state("sere", 2, True, 0.3)
-    want = fused.reroute(**given, **set_to, layer=1, sigmoid=False)
+    want = fused.reroute(**inputs(given, set_to), layer=1, sigmoid=False)
     longer = given | {"row_kind": torch.cat([given["row_kind"], torch.full((4,), PADDING).byte()])}
-    got = fused.reroute(**longer, **set_to, layer=1, sigmoid=False)
+    got = fused.reroute(**inputs(longer, set_to), layer=1, sigmoid=False)
     assert torch.equal(got[0], want[0])
     with pytest.raises(ValueError, match="row_kind"):
-        fused.reroute(
-            **given | {"row_kind": given["row_kind"][:8]}, **set_to, layer=1, sigmoid=False
-        )
+        fewer = given | {"row_kind": given["row_kind"][:8]}
+        fused.reroute(**inputs(fewer, set_to), layer=1, sigmoid=False)
 
 
 @pytest.mark.parametrize(
@@ -252,19 +274,21 @@ def test_more_kinds_than_rows_are_fine_and_fewer_are_not() -> None:
         ({"weights": torch.rand(9, 3)}, "must both be"),
         ({"weights": torch.rand(9, 4).bfloat16()}, "takes float32"),
         ({"ids": torch.zeros(9, 4, dtype=torch.int16)}, "takes int32 or int64"),
-        ({"similarity": torch.rand(LAYERS, 16, 17)}, "similarity"),
-        ({"protection": torch.zeros(LAYERS, 16)}, "protection"),
+        ({"neighbours": torch.zeros(LAYERS, 16, 16, dtype=torch.int16)}, "neighbours"),
+        ({"neighbours": torch.zeros(LAYERS, 16, 32)}, "neighbours"),
+        ({"reach": torch.zeros(LAYERS, 16)}, "reach"),
         ({"row_kind": torch.zeros(9)}, "row_kind"),
     ],
 )
 def test_wrong_input_is_refused(change: dict[str, Tensor], match: str) -> None:
-    given, set_to = case(9, 4, 16, 1) | change, state("sere", 2, True, 0.3)
+    given = inputs(case(9, 4, 16, 1), state("sere", 2, True, 0.3))
     with pytest.raises(ValueError, match=match):
-        fused.reroute(**given, **set_to, layer=1, sigmoid=False)
+        fused.reroute(**given | change, layer=1, sigmoid=False)
     with pytest.raises(ValueError, match="layer 3 is none of 3"):
-        fused.reroute(**case(9, 4, 16, 1), **set_to, layer=3, sigmoid=False)
+        fused.reroute(**given, layer=3, sigmoid=False)
 
 
 def test_models_beyond_the_kernel_are_refused() -> None:
     with pytest.raises(ValueError, match="17 of them a row: at most 512 and 16"):
-        fused.reroute(**case(2, 17, 32, 1), **state("off", 1, True, 0.0), layer=0, sigmoid=False)
+        given = inputs(case(2, 17, 32, 1), state("off", 1, True, 0.0))
+        fused.reroute(**given, layer=0, sigmoid=False)

@@ -28,7 +28,7 @@ def test_a_graph_follows_settings_and_rows() -> None:
     with torch.cuda.graph(graph):
         out = model.reroute(ids, weights, logits, kinds, 3)
     g = torch.Generator("cuda").manual_seed(1)
-    moved = 0
+    similarity, moved = bench.random_similarity(experts), 0
     for seed in range(60):
         fresh = bench.routes(rows, experts, slots, 100 + seed)
         ids.copy_(fresh[0])
@@ -38,7 +38,9 @@ def test_a_graph_follows_settings_and_rows() -> None:
         policy = seed % len(fused.POLICIES)
         numbers = [policy, 1 + seed % slots, seed % 2, seed % 50, seed]
         model.settings.copy_(torch.tensor(numbers, dtype=torch.int32))
-        model.threshold.fill_((0.0, 0.9, 0.97)[seed % 3])
+        limits = torch.full((bench.LAYERS,), (0.0, 0.9, 0.97)[seed % 3], device="cuda")
+        model.reach.copy_(fused.reach(similarity, limits, torch.zeros_like(model.reach)))
+        torch.cuda.synchronize()
         graph.replay()
         replayed = [t.clone() for t in (*out, model.counters)]
         eager = (*model.reroute(ids, weights, logits, kinds, 3), model.counters)

@@ -121,13 +121,14 @@ class RoutingLever:
         """
         n, e = len(self.layers), self.experts
         self._rank = {index: i for i, index in enumerate(sorted(self.layers))}
-        self.log = StepLog(n, device)
-        # Rows are padding until a step says otherwise.
-        self.row_kind = torch.zeros(self.max_rows, dtype=torch.uint8, device=device)
+        self.log = StepLog(n, device, self.max_rows)
         self.similarity = torch.eye(e, device=device).repeat(n, 1, 1)
         self.protection = torch.zeros(n, e, dtype=torch.uint8, device=device)
         self.settings = self._numbers("off", self.top_k, True).to(device)
         self.threshold = torch.ones(n, device=device)
+        self.neighbours = fused.neighbours(self.similarity)
+        self.reach = torch.empty(n, e, dtype=torch.int16, device=device)
+        self._renew()
         self.bias = torch.zeros(n, e, device=device)
         self._blank = torch.zeros(self.max_rows, e, dtype=torch.bfloat16, device=device)
         for index, layer in self.layers.items():
@@ -209,6 +210,13 @@ class RoutingLever:
             self.threshold.fill_(similarity_threshold)
         else:
             self.threshold.copy_(quantile_thresholds(self.similarity, similarity_quantile))
+        self._renew()
+
+    def _renew(self) -> None:
+        """Have the next step go by the thresholds and the protection as they are now."""
+        self.reach.copy_(fused.reach(self.similarity, self.threshold, self.protection))
+        if self.reach.is_cuda:
+            torch.cuda.synchronize(self.reach.device)  # as `fused.reroute` asks
 
     @staticmethod
     def _numbers(
@@ -240,6 +248,8 @@ class RoutingLever:
                 raise ValueError(f"{name} {tuple(tensor.shape)}: this model needs {shape}")
         self.similarity.copy_(new_s)
         self.protection.copy_(new_p)
+        self.neighbours.copy_(fused.neighbours(self.similarity))
+        self._renew()
 
     def _require(self) -> None:
         if self.refusal or not self.layers:
@@ -265,7 +275,7 @@ class RoutingLever:
         if self.log is None:
             self._allocate(ids.device)
         assert self.log is not None
-        if len(self.row_kind) < len(ids):
+        if len(self.log.row_kind) < len(ids):
             raise RuntimeError(f"a step of {len(ids)} rows; {self.max_rows} were planned for")
         # Some kernels ask for unsigned ids; the bits are the same.
         rank = self._rank[layer]
@@ -276,8 +286,8 @@ class RoutingLever:
             logits = self._blank[: len(ids)]
         signed = ids.view(torch.int32) if ids.dtype == torch.uint32 else ids
         new_ids, new_weights = fused.reroute(
-            signed, weights.float(), self.row_kind, self.similarity, self.protection, self.settings,
-            self.threshold, self.log.counters, self.log.slot, self.calls, logits, self.bias[rank], rank,
+            signed, weights.float(), self.log.row_kind, self.neighbours, self.reach, self.settings,
+            self.log.counters, self.log.slot, self.calls, logits, self.bias[rank], rank,
             self.layers[layer].sigmoid,
         )  # fmt: skip
         return new_weights.to(weights.dtype), new_ids.view(ids.dtype)

@@ -130,16 +130,9 @@ def _begin_step(
         decodes: [requests] bool, whether they are a decode step's.
     """
     LEVER.prepare(device)
-    kinds = row_kinds(scheduled, decodes)
-    LEVER.row_kind[: len(kinds)] = torch.from_numpy(kinds).to(LEVER.row_kind.device)
-    LEVER.row_kind[len(kinds) :] = 0
-    decode_rows = int(scheduled[decodes].sum())
     assert LEVER.log is not None
-    LEVER.log.begin(
-        tuple(r for r, d in zip(ids, decodes, strict=True) if d),
-        decode_rows,
-        len(kinds) - decode_rows,
-    )
+    requests = tuple(r for r, d in zip(ids, decodes.tolist(), strict=True) if d)
+    LEVER.log.begin(requests, row_kinds(scheduled, decodes))
 
 
 def install() -> None:
@@ -169,8 +162,7 @@ def _note_dummies(runner_class: Any) -> None:
 
     def dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if LEVER.log is not None:
-            LEVER.row_kind.zero_()
-            LEVER.log.begin((), 0, 0)
+            LEVER.log.begin((), np.empty(0, dtype=np.uint8))
         return run(self, *args, **kwargs)
 
     runner_class._dummy_run = dummy_run

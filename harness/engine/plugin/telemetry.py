@@ -16,6 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from harness.engine.plugin.staging import Staging
+from kernels.sere.reference import DECODE
+
 MAX_STEPS = 65_536
 """Steps that can be held between two drains; older ones are overwritten and counted as lost."""
 MAX_GROUPS = 65_536
@@ -67,24 +70,34 @@ class StepLog:
     Attributes:
         counters: [MAX_STEPS, layers, 3] int32 on the device, columns as in `COUNTERS`.
         slot: [1] int64 on the device: the row that the running step writes.
+        row_kind: [rows] uint8 on the device: what its rows are, padding beyond them.
     """
 
-    def __init__(self, layers: int, device: torch.device) -> None:
+    def __init__(self, layers: int, device: torch.device, rows: int) -> None:
         self.counters = torch.zeros(
             MAX_STEPS, layers, len(COUNTERS), dtype=torch.int32, device=device
         )
-        self.slot = torch.zeros(1, dtype=torch.int64, device=device)
+        self._staging = Staging(rows, device)
+        self.slot, self.row_kind = self._staging.slot, self._staging.row_kind
         self.steps: list[Step] = []
         self.lost = 0
         self._next = 0
 
-    def begin(self, decode_requests: tuple[str, ...], decode_rows: int, prefill_rows: int) -> None:
-        """Open the counters of the step that is about to run."""
-        self.slot.fill_(self._next % MAX_STEPS)
+    def begin(self, decode_requests: tuple[str, ...], kinds: np.ndarray) -> None:
+        """Tell the device of the step that is about to run, and open its counters.
+
+        Args:
+            decode_requests: those that decode.
+            kinds: [rows] uint8, of the step.
+
+        Raises:
+            RuntimeError: more rows than were planned for.
+        """
+        self._staging.write(self._next % MAX_STEPS, kinds)
+        decode_rows = int(np.count_nonzero(kinds == DECODE))
         if decode_rows:
-            self.steps.append(
-                Step(self._next, time.monotonic(), decode_requests, decode_rows, prefill_rows)
-            )
+            rows = (decode_rows, len(kinds) - decode_rows)
+            self.steps.append(Step(self._next, time.monotonic(), decode_requests, *rows))
             if len(self.steps) > MAX_STEPS:
                 del self.steps[0]
                 self.lost += 1
