@@ -189,7 +189,7 @@ def kernel(
     threads: int,
     device: int,
 ) -> nvrtc.Kernel:
-    """The kernel for one model on one GPU and `threads_for` a step, compiled (about half a second) or from the cache.
+    """The kernel for one model on one GPU and `threads_for` a step, from the cache or compiled.
 
     Raises:
         kernels.sere.nvrtc.CompileError: it cannot be had; says why.

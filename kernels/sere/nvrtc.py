@@ -88,8 +88,8 @@ class Kernel:
     Attributes:
         function: the driver's handle.
         threads: of a block.
-        overlaps: whether it may be launched while the kernel before it ends; it waits for that one's results
-            itself (``griddepcontrol.wait``). From sm_90 on.
+        overlaps: whether it may be launched while the kernel before it runs; it waits for its
+            results itself (``griddepcontrol.wait``). From sm_90 on.
     """
 
     function: Any

@@ -196,33 +196,41 @@ struct alignas(8) Neighbours {
 // The expert that eight lanes look after in a turn; there may be none.
 __device__ int expert_of(int turn, int thread) { return (turn * WARPS + thread / 32) * 4 + thread % 32 / 8; }
 
-// Lane l of eight gets numbers l, l + 8, ... of a chunk.
-__device__ void ask(Neighbours& some, const short* neighbours, int expert, int chunk, int lane) {
-  if (expert < EXPERTS && chunk < CHUNKS)
-    some = reinterpret_cast<const Neighbours*>(neighbours)[(expert * CHUNKS + chunk) * 8 + lane % 8];
+// Lane l of eight gets numbers l, l + 8, ... of an expert's first chunk.
+__device__ void ask(Neighbours& some, const short* neighbours, int expert, int lane) {
+  if (expert < EXPERTS) some = reinterpret_cast<const Neighbours*>(neighbours)[expert * CHUNKS * 8 + lane % 8];
 }
 
-// Look through a chunk; whether any of the four experts has to go on to the next.
-__device__ bool look(Shared& s, const Neighbours& some, int expert, int chunk, int reach, bool& looks, int lane) {
+// By a warp: the nearest neighbour that is read anyway, of one expert and among all.
+__device__ void look_everywhere(Shared& s, const short* neighbours, int expert, int reach, int lane) {
+  struct alignas(16) Some {
+    short at[8];
+  };
+  constexpr int ALL_OF_THEM = CHUNKS * CHUNK;
+  constexpr int LOADS = (ALL_OF_THEM + 255) / 256;
+  Some some[LOADS];
 #pragma unroll
-  for (int j = 0; j < CHUNK / 8; ++j) {
-    const int at = chunk * CHUNK + j * 8;
-    const bool open = looks && at + lane % 8 < reach && s.is[some.at[j]].open();
-    const unsigned found = __ballot_sync(ALL, open) >> (lane & 24) & 0xff;
-    if (looks && found) {
-      looks = false;
-      if (lane % 8 == __ffs(int(found)) - 1) {
-        s.target[expert] = some.at[j];
-        s.after[some.at[j]] = 1;
-      }
+  for (int i = 0; i < LOADS; ++i)
+    if ((i * 32 + lane) * 8 < ALL_OF_THEM)
+      some[i] = reinterpret_cast<const Some*>(neighbours)[expert * ALL_OF_THEM / 8 + i * 32 + lane];
+  unsigned nearest = ALL_OF_THEM;
+  int to = expert;
+#pragma unroll
+  for (int i = 0; i < LOADS; ++i) {
+    if ((i * 32 + lane) * 8 >= ALL_OF_THEM) continue;
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const int inside = lane % 4 * 8 + k;  // its chunk, which has four numbers for each of eight lanes
+      const unsigned number = unsigned((i * 32 + lane) / 4 * CHUNK + inside % 4 * 8 + inside / 4);
+      if (number < unsigned(reach) && number < nearest && s.is[some[i].at[k]].open())
+        nearest = number, to = some[i].at[k];
     }
-    if (looks && at + 8 >= reach) {
-      looks = false;
-      if (lane % 8 == 0) s.after[expert] = 1;  // stays
-    }
-    if (!__any_sync(ALL, looks)) return false;
   }
-  return true;
+  const unsigned least = __reduce_min_sync(ALL, nearest);
+  if (least == ALL_OF_THEM ? lane == 0 : nearest == least) {
+    s.target[expert] = short(to);
+    s.after[to] = 1;
+  }
 }
 
 // Where the slots of four experts go: to the nearest neighbour that is read anyway. `first` is a chunk of them.
@@ -230,15 +238,24 @@ __device__ void send(Shared& s, const short* neighbours, int expert, const Neigh
   bool looks = expert < EXPERTS && s.is[expert].moves();
   if (!__any_sync(ALL, looks)) return;
   const int reach = looks ? s.reach[expert] : 0;
-  if (!look(s, first, expert, 0, reach, looks, lane)) return;
-#pragma unroll 1
-  for (int chunk = 1;; chunk += 3) {
-    Neighbours next[3];
 #pragma unroll
-    for (int i = 0; i < 3; ++i) ask(next[i], neighbours, expert, chunk + i, lane);
-#pragma unroll
-    for (int i = 0; i < 3; ++i)
-      if (!look(s, next[i], expert, chunk + i, reach, looks, lane)) return;
+  for (int j = 0; j < CHUNK / 8; ++j) {
+    const bool open = looks && j * 8 + lane % 8 < reach && s.is[first.at[j]].open();
+    const unsigned found = __ballot_sync(ALL, open) >> (lane & 24) & 0xff;
+    if (looks && found) {
+      looks = false;
+      if (lane % 8 == __ffs(int(found)) - 1) {
+        s.target[expert] = first.at[j];
+        s.after[first.at[j]] = 1;
+      }
+    }
+    if (!__any_sync(ALL, looks)) return;
+  }
+  if (looks && reach <= CHUNK && lane % 8 == 0) s.after[expert] = 1;  // stays
+  unsigned left = __ballot_sync(ALL, looks && reach > CHUNK && lane % 8 == 0);
+  for (; left; left &= left - 1) {
+    const int leader = __ffs(int(left)) - 1;
+    look_everywhere(s, neighbours, __shfl_sync(ALL, expert, leader), __shfl_sync(ALL, reach, leader), lane);
   }
 }
 
@@ -529,7 +546,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reroute(
   }
   Neighbours nearest[EARLY > 0 ? EARLY : 1];
 #pragma unroll
-  for (int turn = 0; turn < EARLY; ++turn) ask(nearest[turn], neighbours, expert_of(turn, thread), 0, lane);
+  for (int turn = 0; turn < EARLY; ++turn) ask(nearest[turn], neighbours, expert_of(turn, thread), lane);
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -560,7 +577,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) reroute(
 #pragma unroll
       for (int turn = 0; turn < EARLY; ++turn) send(s, neighbours, expert_of(turn, thread), nearest[turn], lane);
       for (int turn = EARLY; turn < TURNS; ++turn) {
-        ask(nearest[0], neighbours, expert_of(turn, thread), 0, lane);
+        ask(nearest[0], neighbours, expert_of(turn, thread), lane);
         send(s, neighbours, expert_of(turn, thread), nearest[0], lane);
       }
     }
