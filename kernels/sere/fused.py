@@ -137,11 +137,17 @@ def check(
     row_kind: Tensor,
     neighbours: Tensor,
     reach: Tensor,
+    settings: Tensor,
+    counters: Tensor,
+    step: Tensor,
+    calls: Tensor,
     logits: Tensor,
     bias: Tensor,
     layer: int,
 ) -> None:
     """Raises ValueError for what `reroute` does not take."""
+    if neighbours.dim() != 3:
+        raise ValueError(f"neighbours {tuple(neighbours.shape)} must be [layers, E, P]")
     layers, experts = neighbours.shape[0], neighbours.shape[1]
     if ids.dim() != 2 or ids.shape != weights.shape:
         raise ValueError(
@@ -151,16 +157,20 @@ def check(
         raise ValueError(f"ids are {ids.dtype}; takes int32 or int64")
     if weights.dtype != torch.float32:
         raise ValueError(f"weights are {weights.dtype}; takes float32")
-    padded = experts + -experts % CHUNK
-    if neighbours.shape != (layers, experts, padded) or neighbours.dtype != torch.int16:
-        raise ValueError(
-            f"neighbours {neighbours.dtype} {tuple(neighbours.shape)} must be int16 [layers, E, P], P the "
-            f"next multiple of {CHUNK}"
-        )
-    if reach.shape != (layers, experts) or reach.dtype != torch.int16:
-        raise ValueError(
-            f"reach {reach.dtype} {tuple(reach.shape)} must be int16 {(layers, experts)}"
-        )
+    padded = experts + -experts % CHUNK  # to whole chunks
+    for name, tensor, dtype, shape in (
+        ("neighbours", neighbours, torch.int16, (layers, experts, padded)),
+        ("reach", reach, torch.int16, (layers, experts)),
+        ("settings", settings, torch.int32, (len(SETTINGS),)),
+        ("counters", counters, torch.int32, (len(counters), layers, 3)),
+        ("step", step, torch.int64, (1,)),
+        ("calls", calls, torch.int64, (layers,)),
+        ("bias", bias, torch.float32, (experts,)),
+    ):
+        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+            raise ValueError(
+                f"{name} {tensor.dtype} {tuple(tensor.shape)} must be contiguous, {dtype} {shape}"
+            )
     if row_kind.dtype != torch.uint8 or row_kind.dim() != 1 or len(row_kind) < len(ids):
         raise ValueError(
             f"row_kind {row_kind.dtype} {tuple(row_kind.shape)} must be uint8 of at least {len(ids)}"
@@ -173,8 +183,6 @@ def check(
         raise ValueError(
             f"logits {logits.dtype} {tuple(logits.shape)} must be float [rows, E], {len(ids), experts}"
         )
-    if bias.shape != (experts,) or bias.dtype != torch.float32:
-        raise ValueError(f"bias {bias.dtype} {tuple(bias.shape)} must be float32 [E]")
     if not 0 <= layer < layers:
         raise ValueError(f"layer {layer} is none of {layers}")
 
@@ -249,7 +257,9 @@ def _on_gpu(
     layer: int,
     sigmoid: bool,
 ) -> tuple[Tensor, Tensor]:
-    check(ids, weights, row_kind, neighbours, reach, logits, bias, layer)
+    check(
+        ids, weights, row_kind, neighbours, reach, settings, counters, step, calls, logits, bias, layer
+    )  # fmt: skip
     ids, weights, logits = ids.contiguous(), weights.contiguous(), logits.contiguous()
     rows, slots = ids.shape
     out_ids, out_weights = torch.empty_like(ids), torch.empty_like(weights)
@@ -279,7 +289,9 @@ def _by_reference(
     layer: int,
     sigmoid: bool,
 ) -> tuple[Tensor, Tensor]:
-    check(ids, weights, row_kind, neighbours, reach, logits, bias, layer)
+    check(
+        ids, weights, row_kind, neighbours, reach, settings, counters, step, calls, logits, bias, layer
+    )  # fmt: skip
     number, primary, renormalize, budget, seed = settings.tolist()
     policy, kind, experts = POLICIES[number], row_kind[: len(ids)], neighbours.shape[1]
     if primary >= ids.shape[1]:

@@ -4,10 +4,11 @@ r"""What re-routing does to TPOT on a model of a real size, with random weights.
     python runs/reference/h200/sere/measure.py --out DIR --tiny     # on a CPU, to try this
 
 Two engines share a GPU, one with the plugin and one without, each in a process of its own; this one tells
-them whose turn it is. A batch of requests is prefilled once and then decodes: for a few steps under each
-arm, in an order drawn anew for every round, so that what drifts meets all arms alike. A step's time is from
-the call that starts it to the end of the GPU's work, sampling and scheduling included: the TPOT of a
-saturated server at that batch size, without HTTP.
+them whose turn it is. In every round a batch of requests is prefilled and then decodes: for some steps
+under each arm, in an order drawn anew; the engine without the plugin prefills as many tokens as the other
+one has when its turn comes. Steps are scheduled ahead, as vLLM does by itself; the time of one is from the
+return of the step before to its own, and nothing waits for the GPU in between: the TPOT of a saturated
+server at that batch size, without HTTP.
 
 Weights are vLLM's dummy ones. A router of such weights uses all experts alike, which no trained one does;
 its rows are scaled by exp(s z), z normal and the same for all layers, with s chosen so that a batch of
@@ -64,6 +65,12 @@ QWEN3_30B = {  # Qwen3-30B-A3B's published configuration
     "eos_token_id": 1,
 }
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+CHUNK = 4096
+"""Tokens of a step."""
+SPARE = 12
+"""Tokens beyond those that are asked for: steps that prefill in chunks, or are scheduled ahead."""
+SETTLE = 4
+"""Steps after a change of arm that are not timed: nothing is scheduled ahead at first."""
 PUBLISHED_AT_128 = 93
 BARE = "no plugin"
 ARMS: dict[str, dict[str, Any]] = {
@@ -124,7 +131,7 @@ class Child:
             dtype="bfloat16",
             max_model_len=2048,
             max_num_seqs=max(BATCHES),
-            max_num_batched_tokens=4096,
+            max_num_batched_tokens=CHUNK,
             enable_prefix_caching=False,
             enforce_eager=args.tiny,
             seed=0,
@@ -161,20 +168,21 @@ class Child:
         self.similarity, self.guarded = similarity, guarded
         lever.set_matrices(similarity, None)
 
-    def begin(self, batch: int, tokens: int) -> None:
-        """Prefill a batch of requests that decode for `tokens` steps."""
+    def begin(self, batch: int, tokens: int, prompt: int = 16) -> None:
+        """Prefill a batch of requests that decode for `tokens` steps or so."""
         from vllm import SamplingParams
 
         rng = random.Random(batch)
         words = self.llm.get_tokenizer().vocab_size
         for i in range(batch):
-            ids = [rng.randrange(10, words) for _ in range(16)]
+            ids = [rng.randrange(10, words) for _ in range(prompt)]
             params = SamplingParams(
-                temperature=1.0, max_tokens=tokens, ignore_eos=True, seed=i, detokenize=False
+                temperature=1.0, max_tokens=tokens + SPARE, ignore_eos=True, seed=i, detokenize=False
             )
             self.engine.add_request(f"{batch}-{i}", {"prompt_token_ids": ids}, params)
-        self.engine.step()
-        self.engine.step()
+        for _ in range(2 + batch * prompt // CHUNK):
+            self.engine.step()
+        self._wait()
 
     def arm(self, name: str) -> None:
         """Set the lever."""
@@ -188,14 +196,15 @@ class Child:
         )
 
     def steps(self, count: int) -> list[float]:
-        """Times of so many decode steps [ms]."""
+        """Times of so many decode steps [ms]; none is on its way when they are told."""
         found = []
+        start = time.perf_counter()
         for _ in range(count):
-            self._wait()
-            start = time.perf_counter()
             self.engine.step()
-            self._wait()
-            found.append(1000 * (time.perf_counter() - start))
+            end = time.perf_counter()
+            found.append(1000 * (end - start))
+            start = end
+        self._wait()
         return found
 
     def _wait(self) -> None:
@@ -237,7 +246,7 @@ class Child:
                 for _ in range(25):
                     clear = torch.zeros(1 << 27, dtype=torch.uint8, device="cuda")
                     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    torch.cuda._sleep(100_000)
+                    torch.cuda._sleep(4_000_000)  # for the host to queue all that follows
                     start.record()
                     fused_experts(x, w1, w2, weights, ids)
                     end.record()
@@ -328,29 +337,25 @@ def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     plugin("matrices")
     rows: list[dict[str, Any]] = []
     try:
-        if args.tiny:
-            skew = 1.0
-            plugin("skew", skew)
-            bare("skew", skew)
-        else:
-            skew = find_skew([plugin, bare], PUBLISHED_AT_128, max(BATCHES))
+        skew = args.skew or find_skew([plugin, bare], PUBLISHED_AT_128, max(BATCHES))
+        plugin("skew", skew)
+        bare("skew", skew)
+        if not args.tiny:
             (args.out / "moe.json").write_text(json.dumps(bare("moe")) + "\n")
         order = random.Random(0)
         names = [*ARMS, BARE]
-        settle, timed = 2, args.steps
-        tokens = (settle + timed) * len(ARMS) * args.rounds + 16
+        turn_steps = SETTLE + args.steps
         for batch in args.batches:
-            plugin("begin", batch, tokens)
-            bare("begin", batch, (settle + timed) * args.rounds + 16)
             for turn in range(args.rounds):
                 order.shuffle(names)
+                plugin("begin", batch, turn_steps * len(ARMS))
+                bare("begin", batch, turn_steps, 16 + turn_steps * names.index(BARE))
                 for name in names:
                     engine = bare if name == BARE else plugin
                     if name != BARE:
                         engine("arm", name)
-                    engine("steps", settle)
                     engine("drain")
-                    times = engine("steps", timed)
+                    times = engine("steps", turn_steps)[SETTLE:]
                     before, after = engine("drain")
                     rows += [
                         {
@@ -359,8 +364,8 @@ def measure(args: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
                         }
                         for i, t in enumerate(times)
                     ]  # fmt: skip
-            plugin("finish")
-            bare("finish")
+                plugin("finish")
+                bare("finish")
             yield rows
             print(f"batch {batch}", file=sys.stderr, flush=True)
     finally:
@@ -407,8 +412,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--steps", type=int, default=6, help="timed, of an arm in a round")
+    parser.add_argument("--steps", type=int, default=8, help="timed, of an arm in a round")
     parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--skew", type=float, help="s, where it is known; found first otherwise")
     parser.add_argument("--memory", type=float, default=0.47, help="share of the GPU for each")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--child", choices=("plugin", "bare"), help=argparse.SUPPRESS)
@@ -417,6 +423,8 @@ def main() -> int:
         os.dup2(2, 1)
         Child(args).serve()
         return 0
+    if args.tiny:
+        args.skew = 1.0
     args.out.mkdir(parents=True, exist_ok=True)
     write_model(args.out / "model", args.layers, args.tiny)
     for rows in measure(args):
