@@ -17,9 +17,7 @@ import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -32,12 +30,13 @@ from harness.calibration.protection import Reroute, loss_increases, mark_costlie
 from harness.calibration.similarity import Provenance, load_similarity, save_protection
 from harness.endings import ended
 from harness.pocket import cache, sheets
+from harness.pocket.answers import Tail, attend, blocks, tail_of, used_experts
 from harness.pocket.model import FOLDER, WEIGHTS_FILE, one_thread
-from harness.pocket.network import Experts, Network, TextBlock, expert_weights, positions_of
+from harness.pocket.network import Network, TextBlock, expert_weights
 from harness.pocket.recipe import Recipe
 from harness.pocket.special import token_id
 from harness.pocket.world.batch import TASKS, Minibatch, draw
-from harness.pocket.world.draw import MERGED, TRAIN, Draws
+from harness.pocket.world.draw import TRAIN, Draws
 from harness.pocket.world.text import Codec
 
 PROTECTED = 4
@@ -68,32 +67,6 @@ def held_in_batches(seed: int) -> dict[str, list[Minibatch]]:
     return found
 
 
-@dataclass(frozen=True)
-class _Tail:
-    """The answers of a batch of B conversations, each from the row that says its first token.
-
-    R is the longest answer's tokens and one, P the longest prompt's less one. The last token of an
-    answer, the end of its turn, is said and never read.
-
-    Attributes:
-        states: float32 [B, R, hidden] for each layer, what its experts' norm sees if nothing moves.
-        past: keys and values of the first P rows, [B, kv_heads, P, head_dim] each, for each layer.
-        turn: cosine and sine of the rows' positions, [B, 1, R, head_dim] each.
-        sees: bool [B, 1, R, P + R], causal, and of the first P only those of the item's prompt.
-        used: bool [B, R], rows that say a token of the answer.
-        decoded: bool [B, R], rows that a server decodes: all but the first, which ends the prompt.
-        target: int64 [B, R], the answer's next token where `used`.
-    """
-
-    states: tuple[Tensor, ...]
-    past: tuple[tuple[Tensor, Tensor], ...]
-    turn: tuple[Tensor, ...]
-    sees: Tensor
-    used: Tensor
-    decoded: Tensor
-    target: Tensor
-
-
 class AnswerLoss:
     """Mean loss of first answers, as `harness.calibration.protection.Loss`: of all tasks alike.
 
@@ -108,7 +81,7 @@ class AnswerLoss:
     ) -> None:
         self._network = network
         self._primary = primary_experts
-        self._tails = {t: [_tail(network, b) for b in found] for t, found in batches.items()}
+        self._tails = {t: [tail_of(network, b) for b in found] for t, found in batches.items()}
 
     @torch.inference_mode()
     def __call__(self, reroute: Reroute | None) -> float:
@@ -119,18 +92,18 @@ class AnswerLoss:
             means.append(total / sum(int(tail.used.sum()) for tail in tails))
         return sum(means) / len(means)
 
-    def _total(self, tail: _Tail, reroute: Reroute | None) -> float:
+    def _total(self, tail: Tail, reroute: Reroute | None) -> float:
         first = reroute.layer if reroute else 0
         x = tail.states[first]
-        for number, block in enumerate(_blocks(self._network)[first:], first):
+        for number, block in enumerate(blocks(self._network)[first:], first):
             if number > first:
-                x = x + _attend(block, x, tail, tail.past[number])
+                x = x + attend(block, x, tail, tail.past[number])
             x = x + self._mix(block, x, tail, reroute if number == first else None)
         said = self._network.model.language_model.norm(x[tail.used])
         logits = self._network.lm_head(said)
         return float(functional.cross_entropy(logits, tail.target[tail.used], reduction="sum"))
 
-    def _mix(self, block: TextBlock, x: Tensor, tail: _Tail, reroute: Reroute | None) -> Tensor:
+    def _mix(self, block: TextBlock, x: Tensor, tail: Tail, reroute: Reroute | None) -> Tensor:
         rows = block.post_attention_layernorm(x[tail.used])
         weights = expert_weights(block.mlp.gate(rows), block.mlp.top_k)
         if reroute is not None:
@@ -142,85 +115,8 @@ class AnswerLoss:
             weights[:, to] += moved
             weights[:, away] -= moved
         y = torch.zeros_like(x)
-        y[tail.used] = _experts(block.mlp.experts, rows, weights)
+        y[tail.used] = used_experts(block.mlp.experts, rows, weights)
         return y
-
-
-def _experts(experts: Experts, rows: Tensor, weights: Tensor) -> Tensor:
-    """What `experts` gives, in a quarter of its arithmetic on a CPU: only rows that an expert has."""
-    y = torch.zeros_like(rows)
-    for expert, share in enumerate(weights.unbind(1)):
-        who = share.nonzero()[:, 0]
-        gate, up = (rows[who] @ experts.gate_up_proj[expert]).chunk(2, dim=-1)
-        inner = functional.silu(gate) * up * share[who, None]
-        y.index_add_(0, who, inner @ experts.down_proj[expert])
-    return y
-
-
-def _blocks(network: Network) -> list[TextBlock]:
-    return [b for b in network.model.language_model.layers if isinstance(b, TextBlock)]
-
-
-def _attend(block: TextBlock, x: Tensor, tail: _Tail, past: tuple[Tensor, Tensor]) -> Tensor:
-    attention = block.self_attn
-    q, k, v = attention.heads(block.input_layernorm(x), *tail.turn)
-    keys, values = (torch.cat(pair, dim=2) for pair in zip(past, (k, v), strict=True))
-    attended = functional.scaled_dot_product_attention(
-        q, keys, values, attn_mask=tail.sees, enable_gqa=attention.grouped
-    )
-    return attention.o_proj(attended.transpose(1, 2).flatten(2))
-
-
-@torch.inference_mode()
-def _tail(network: Network, batch: Minibatch) -> _Tail:
-    # The first turn alone is what the benchmarks ask.
-    turn = (batch.tokens == token_id("<|im_start|>")).cumsum(1)
-    answer = batch.answer & (turn <= 2)
-    end = int(answer.any(0).nonzero().max()) + 1
-    tokens, answer = batch.tokens[:, :end], answer[:, :end]
-    height, width = batch.pixels.shape[2:]
-    positions = positions_of(tokens, IMAGE_PAD, (height // MERGED, width // MERGED))
-    vision = network.encode(batch.pixels.float() / 127.5 - 1)
-
-    item = torch.arange(len(tokens))[:, None]
-    start = answer.int().argmax(1, keepdim=True) - 1
-    rows = int(answer.sum(1).max()) + 1
-    step, before = torch.arange(rows), int(start.max())
-    at = (start + step).clamp(max=end - 1)
-    states: list[Tensor] = []
-    past: list[tuple[Tensor, Tensor]] = []
-    turns: list[tuple[Tensor, ...]] = []
-
-    def attending(module: Any, args: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, k, v = module.heads(*args)
-        past.append((k[:, :, :before].clone(), v[:, :, :before].clone()))
-        turns.append(tuple(angles[item, 0, at].unsqueeze(1) for angles in args[1:]))
-
-    def mixing(module: Any, args: tuple[Tensor]) -> None:
-        states.append(args[0][item, at])
-
-    hooks = []
-    for block in _blocks(network):
-        hooks.append(block.self_attn.register_forward_pre_hook(attending))
-        hooks.append(block.post_attention_layernorm.register_forward_pre_hook(mixing))
-    try:
-        network(vision, tokens, positions)
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-    prompt = (torch.arange(before) < start)[:, None].expand(-1, rows, -1)
-    causal = (step <= step[:, None]).expand(len(tokens), -1, -1)
-    length = answer.sum(1, keepdim=True)
-    return _Tail(
-        states=tuple(states),
-        past=tuple(past),
-        turn=turns[0],
-        sees=torch.cat((prompt, causal), 2).unsqueeze(1),
-        used=step < length,
-        decoded=(step > 0).expand_as(at),
-        target=tokens[item, (at + 1).clamp(max=end - 1)],
-    )
 
 
 def mark(folder: Path, count: int = PROTECTED) -> Tensor:

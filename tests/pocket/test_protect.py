@@ -15,9 +15,10 @@ from harness.calibration.fingerprint import model_fingerprint
 from harness.calibration.protection import Reroute, mark_costliest
 from harness.calibration.similarity import load_protection
 from harness.pocket import cache, protect
+from harness.pocket.answers import IMAGE_PAD
 from harness.pocket.model import FOLDER
 from harness.pocket.network import MixtureOfExperts, Network, expert_weights, positions_of
-from harness.pocket.protect import IMAGE_PAD, AnswerLoss, held_in_batches, load_network
+from harness.pocket.protect import AnswerLoss, held_in_batches, load_network
 from harness.pocket.recipe import Recipe
 from harness.pocket.special import token_id
 from harness.pocket.world.batch import Minibatch
