@@ -41,8 +41,9 @@ def canonical_routing(routing: RoutingSettings, top_k: int | None) -> RoutingSet
     name one and the same cell. `top_k` is the model's experts per token, `None` if it has none.
     """
     k = routing.primary_experts
-    if routing.policy == "off" or k is None or (top_k is not None and k >= top_k):
-        return dataclasses.replace(routing, policy="off", primary_experts=None)
+    enough = isinstance(k, int) and top_k is not None and k >= top_k
+    if routing.policy == "off" or k is None or enough:
+        return dataclasses.replace(routing, policy="off", primary_experts=None, floor_batch=0)
     return routing
 
 
@@ -119,6 +120,8 @@ def _idle(settings: Settings) -> set[str]:
         idle.add("routing.renormalize")
     if settings.routing.policy not in ("xshare", "lynx"):
         idle.add("routing.budget")
+    if settings.routing.primary_experts != "auto":
+        idle.add("routing.auto_experts")
     if settings.routing.policy != "random_remap":
         idle.add("routing.seed")
     vision, of_attention = settings.vision, {"vision.layer", "vision.budget", "vision.merge"}

@@ -174,7 +174,7 @@ def _unfit(s: Settings, checkpoint: Checkpoint | None, workload: Workload) -> li
             findings.append(
                 f"routing.primary_experts={k}: {checkpoint.architecture} has no experts; takes null"
             )
-        elif k > checkpoint.top_k:
+        elif isinstance(k, int) and k > checkpoint.top_k:
             findings.append(
                 f"routing.primary_experts={k}: this model gives each token {checkpoint.top_k} "
                 f"experts; takes 1 to {checkpoint.top_k}, or null"

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from harness.load.generator import Progress as LoadProgress
 from harness.plan import Cell
+from harness.settings import shown_k
 
 
 def expected_s(cell: Cell) -> float:
@@ -39,7 +40,7 @@ def words(cell: Cell) -> str:
     """A cell in a few words."""
     s = cell.settings
     routing = s.routing
-    k = "off" if routing.primary_experts is None else f"{routing.policy} {routing.primary_experts}"
+    k = "off" if routing.primary_experts is None else f"{routing.policy} {shown_k(routing)}"
     load = f"qps {s.load.qps:g}" if s.load.qps is not None else f"{s.load.concurrency} at a time"
     v = s.vision
     by = f" by {v.policy}" if v.prunes and v.policy != "visionzip" else ""

@@ -43,6 +43,13 @@ def _at_least(low: float) -> _Check:
     return _number(f"a number >= {low:g}", lambda v: v >= low)
 
 
+def _whole_or(word: str, low: int) -> _Check:
+    return _Check(
+        lambda v: v == word if isinstance(v, str) else low <= v < _HUGE,
+        f"a whole number >= {low}, or {word}",
+    )
+
+
 def _positive() -> _Check:
     return _number("a number > 0", lambda v: v > 0)
 
@@ -140,7 +147,7 @@ class RoutingSettings:
     """The decode lever."""
 
     policy: Annotated[str, _one_of("off", "topk", "sere", "random_remap", "oea", "xshare", "lynx")]
-    primary_experts: Annotated[int | None, _at_least(1)]
+    primary_experts: Annotated[int | str | None, _whole_or("auto", 1)]
     similarity_threshold: Annotated[float, _number("a number in [0, 1]", lambda v: 0 <= v <= 1)]
     similarity_quantile: Annotated[
         float | None, _number("a number in [0, 1]", lambda v: 0 <= v <= 1)
@@ -148,8 +155,16 @@ class RoutingSettings:
     renormalize: bool
     budget: Annotated[int | None, _at_least(1)]
     seed: Annotated[int, _number("a number in [0, 2^31)", lambda v: 0 <= v < 2**31)]
+    floor_batch: Annotated[int, _at_least(0)]
+    auto_experts: Annotated[float, _at_least(1)]
     similarity_path: str | None
     protection_path: str | None
+
+
+def shown_k(routing: RoutingSettings) -> int | str | None:
+    """K as tables show it: "auto 5" where it follows the batch."""
+    k = routing.primary_experts
+    return f"{k} {routing.auto_experts:g}" if k == "auto" else k
 
 
 @dataclass(frozen=True)
@@ -210,20 +225,20 @@ def _build(prefix: str, cls: type, tree: Mapping[str, Any], findings: list[str])
     values: dict[str, Any] = {}
     for f in dataclasses.fields(cls):
         key = f"{prefix}.{f.name}"
-        kind, optional, check = _unwrap(hints[f.name])
+        kinds, optional, check = _unwrap(hints[f.name])
         if f.name not in tree:
             findings.append(f"{key}: missing")
             continue
         value = tree[f.name]
-        words = check.takes if check else _KIND_WORDS[kind]
-        if kind is int:
+        words = check.takes if check else _KIND_WORDS[kinds[0]]
+        if kinds == (int,):
             words = words.replace("a number", "a whole number")
         if optional and "null" not in words:
             words += ", or null"
         if value is None and optional:
             values[f.name] = None
             continue
-        converted = _convert(kind, value)
+        converted = next((c for k in kinds if (c := _convert(k, value)) is not None), None)
         if converted is None or (check and not check.test(converted)):
             findings.append(f"{key}={value!r}: takes {words}")
         else:
@@ -240,15 +255,14 @@ _KIND_WORDS: dict[type, str] = {
 }
 
 
-def _unwrap(hint: Any) -> tuple[type, bool, _Check | None]:
-    """`Annotated[int | None, check]` → (int, True, check); `tuple[str, ...]` → (tuple, False, None)."""
+def _unwrap(hint: Any) -> tuple[tuple[type, ...], bool, _Check | None]:
+    """`Annotated[int | None, c]` → ((int,), True, c), `tuple[str, ...]` → ((tuple,), False, None)."""
     check = None
     if typing.get_origin(hint) is Annotated:
         hint, check = typing.get_args(hint)
-    optional = isinstance(hint, types.UnionType)
-    if optional:
-        hint = next(a for a in hint.__args__ if a is not type(None))
-    return typing.get_origin(hint) or hint, optional, check
+    hints = hint.__args__ if isinstance(hint, types.UnionType) else (hint,)
+    kinds = tuple(typing.get_origin(h) or h for h in hints if h is not type(None))
+    return kinds, type(None) in hints, check
 
 
 def _convert(kind: type, value: Any) -> Any:

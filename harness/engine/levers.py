@@ -15,7 +15,7 @@ from harness.engine.server import EngineError
 from harness.load.record import ImageTokens, RoutingCounts
 from harness.settings import RoutingSettings
 
-PROTOCOL = 4
+PROTOCOL = 5
 _CACHES = ("prefix", "mm", "encoder")
 
 
@@ -116,6 +116,8 @@ class Levers:
             "renormalize": routing.renormalize,
             "budget": routing.budget,
             "seed": routing.seed,
+            "floor_batch": routing.floor_batch,
+            "auto_experts": routing.auto_experts,
             "similarity_path": similarity_path,
             "protection_path": routing.protection_path,
         }

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from harness.engine.control import HttpFailure, call
@@ -13,9 +14,13 @@ from harness.engine.levers import Hooks, Levers
 from harness.engine.server import EngineError
 from harness.settings import RoutingSettings
 
-_OFF = RoutingSettings("off", None, 1.0, None, True, None, 0, None, None)
+_OFF = RoutingSettings(
+    policy="off", primary_experts=None, similarity_threshold=1.0, similarity_quantile=None,
+    renormalize=True, budget=None, seed=0, floor_batch=0, auto_experts=1.0, similarity_path=None,
+    protection_path=None,
+)  # fmt: skip
 # One primary expert and no threshold: in a batch of one, every secondary expert has to move.
-_HARDEST = RoutingSettings("sere", 1, 0.0, None, True, None, 0, None, None)
+_HARDEST = replace(_OFF, policy="sere", primary_experts=1, similarity_threshold=0.0)
 _REQUEST_ID = "pruneroute-probe"
 _TOKENS = 4
 

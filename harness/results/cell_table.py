@@ -128,7 +128,9 @@ def _percent(value: float | None) -> str:
 
 
 def _k_key(value: Any) -> str:
-    # Off leaves every expert where it is: larger than any K.
+    # Off leaves every expert where it is: larger than any K; those that follow the batch come before it.
+    if str(value).startswith("auto "):
+        return str(1e6 + float(str(value).split()[1]))
     return "Infinity" if value == "off" else _key(value)
 
 

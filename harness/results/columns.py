@@ -62,7 +62,11 @@ COLUMNS: tuple[Column, ...] = (
         "",
         "off, topk, sere, random_remap, oea, xshare or lynx (decode lever)",
     ),
-    Column("primary_experts", "", "K, experts of a token that never move; off: no re-routing"),
+    Column(
+        "primary_experts",
+        "",
+        "K, experts of a token that never move; auto: fewer as more decode; off: none move",
+    ),
     Column("similarity_threshold", "", "rho: re-route only to an expert at least this similar"),
     Column(
         "similarity_quantile",
@@ -70,6 +74,9 @@ COLUMNS: tuple[Column, ...] = (
         "share of a layer's experts whose most similar other one lies below rho",
     ),
     Column("routing_budget", "experts", "experts of a layer that xshare and lynx let a step read"),
+    Column(
+        "routing_floor_batch", "requests", "decoding together, below which no expert is re-routed"
+    ),
     Column("protection", "", "file of protected experts, if any"),
     Column("arrival", "", "arrival process: poisson, gamma, constant or closed"),
     Column("qps", "requests/s", "offered rate (open loop)"),

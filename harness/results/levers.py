@@ -36,6 +36,7 @@ AXES: tuple[Axis, ...] = (
     Axis("similarity_quantile", "ρ quantile", measured=True),
     Axis("routing_policy", "Policy"),
     Axis("routing_budget", "Budget [experts]", measured=True),
+    Axis("routing_floor_batch", "Floor [requests decoding]", measured=True),
     Axis("protection", "Protection"),
     Axis("vision_policy", "Vision policy"),
     Axis("vision_budget", "Vision budget"),
@@ -56,6 +57,7 @@ _OF_ROUTING = (
     "similarity_threshold",
     "similarity_quantile",
     "routing_budget",
+    "routing_floor_batch",
     "protection",
 )
 # Settings that an axis stands for, the rest being "other" settings.
@@ -67,10 +69,12 @@ _KEYS = frozenset(
         "vision.merge",
         "vision.min_tokens_per_image",
         "routing.primary_experts",
+        "routing.auto_experts",
         "routing.policy",
         "routing.similarity_threshold",
         "routing.similarity_quantile",
         "routing.budget",
+        "routing.floor_batch",
         "routing.protection_path",
         "load.qps",
         "load.concurrency",
@@ -148,4 +152,6 @@ def others(cells: Sequence[Cell]) -> dict[str, str]:
 def _rank(item: Any) -> tuple[int, float, str]:
     if isinstance(item, int | float):
         return (0, float(item), "")
-    return (1, 0.0, str(item))
+    if str(item).startswith("auto "):
+        return (1, float(str(item).split()[1]), "")
+    return (2, 0.0, str(item))

@@ -11,7 +11,7 @@ from harness.load.record import RequestRecord
 from harness.plan import Cell, canonical_routing
 from harness.results.columns import BY_TOKEN, COUNT, HIGH, KEPT, LOW, QUALITY
 from harness.results.text import one_line
-from harness.settings import WorkloadSettings
+from harness.settings import WorkloadSettings, shown_k
 from metrics import dispatch_lag, e2e, rates, tpot, ttft
 from metrics.percentiles import percentile, percentiles
 from metrics.retention import by_image, by_token
@@ -98,12 +98,13 @@ def _settings(cell: Cell, top_k: int | None) -> dict[str, Any]:
         "vision_merge": s.vision.merge if zipped else None,
         "min_tokens_per_image": s.vision.min_tokens_per_image,
         "routing_policy": routing.policy,
-        "primary_experts": OFF if routing.primary_experts is None else routing.primary_experts,
+        "primary_experts": OFF if routing.primary_experts is None else shown_k(routing),
         "similarity_threshold": routing.similarity_threshold
         if routing.policy == "sere" and routing.similarity_quantile is None
         else None,
         "similarity_quantile": routing.similarity_quantile if routing.policy == "sere" else None,
         "routing_budget": routing.budget if routing.policy in ("xshare", "lynx") else None,
+        "routing_floor_batch": None if routing.policy == "off" else routing.floor_batch,
         "protection": None if path is None else one_line(PurePath(path).name),
         "arrival": s.load.arrival,
         "qps": s.load.qps,

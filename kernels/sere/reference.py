@@ -14,6 +14,8 @@ No function here reads a value back to the host, so that each can be captured in
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -129,3 +131,17 @@ def topk(
     renorm = torch.as_tensor(renormalize, device=ids.device)
     scaled = torch.where(renorm & drop.any(1, keepdim=True), kept * scale, kept)
     return torch.where(drop, heaviest, ids), scaled
+
+
+def by_batch(alone: float, rows: int) -> int:
+    """A K that follows the batch: `alone` over the root of its rows, to the nearest whole, at least 1.
+
+    The more rows, the more experts are read for others' sake, and the nearer is one that will do. On
+    the pocket model the K that costs least at a given number of experts falls about so (see
+    `harness.pocket.evaluation.rerouting`).
+
+    Args:
+        alone: K of a single row, >= 1.
+        rows: that decode in the step.
+    """
+    return max(1, round(alone / math.sqrt(max(1, rows))))

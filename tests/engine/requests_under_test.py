@@ -200,12 +200,14 @@ def rpc(server: Endpoint, method: str, *args: str) -> dict[str, Any]:
 def set_routing(
     server: Endpoint,
     policy: str = "off",
-    primary_experts: int | None = None,
+    primary_experts: int | str | None = None,
     similarity_threshold: float = 0.5,
     renormalize: bool = True,
     budget: int | None = None,
     seed: int = 0,
     similarity_quantile: float | None = None,
+    floor_batch: int = 0,
+    auto_experts: float = 5.0,
     similarity_path: str | None = None,
     protection_path: str | None = None,
 ) -> str | None:
@@ -218,6 +220,8 @@ def set_routing(
         "budget": budget,
         "seed": seed,
         "similarity_quantile": similarity_quantile,
+        "floor_batch": floor_batch,
+        "auto_experts": auto_experts,
         "similarity_path": similarity_path,
         "protection_path": protection_path,
     }

@@ -15,7 +15,7 @@ import torch
 
 from harness.engine.plugin import steps as steps_of
 from harness.engine.plugin import telemetry
-from harness.engine.plugin.routing import LEVER
+from harness.engine.plugin.routing import LEVER, RoutedLayer
 from harness.engine.plugin.steps import decoding, note_prepared, row_kinds
 from harness.engine.plugin.telemetry import (
     COUNTERS,
@@ -39,7 +39,7 @@ def run_step(
     log: StepLog, value: int, requests: tuple[str, ...] = ("r",), prefill: int = 0
 ) -> None:
     """One engine step in which layer l counts value, value + 10 l, value + 20 l."""
-    log.begin(requests, rows_of(len(requests), prefill))
+    log.begin(requests, rows_of(len(requests), prefill), (0,) * 5)
     for layer in range(LAYERS):
         counted = torch.tensor([value, value + 10 * layer, value + 20 * layer], dtype=torch.int32)
         log.counters[log.slot, layer] = counted
@@ -110,7 +110,7 @@ def test_a_write_touches_its_own_step_and_layer_alone() -> None:
     log = StepLog(LAYERS, CPU, 32)
     run_step(log, 5)
     before = log.counters.clone()
-    log.begin(("r",), rows_of(1, 0))
+    log.begin(("r",), rows_of(1, 0), (0,) * 5)
     log.counters[log.slot, 1] = torch.tensor([7, 8, 9], dtype=torch.int32)
     assert log.counters[1, 1].tolist() == [7, 8, 9]
     log.counters[1, 1] = 0
@@ -223,7 +223,8 @@ class Prepared:
 @pytest.fixture
 def lever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The routing lever with two layers, and nothing of it left behind."""
-    monkeypatch.setattr(LEVER, "layers", dict.fromkeys(range(LAYERS)))
+    made = {i: RoutedLayer(i, 8, 2) for i in range(LAYERS)}
+    monkeypatch.setattr(LEVER, "layers", made)
     monkeypatch.setattr(LEVER, "log", StepLog(LAYERS, CPU, 16))
     monkeypatch.setattr(LEVER, "refusal", None)
     monkeypatch.setattr(LEVER, "prepare", lambda device: None)
@@ -234,7 +235,7 @@ def lever(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_a_step_of_the_second_runner_is_noted(lever: None) -> None:
     runner, output = SimpleNamespace(device=CPU), SimpleNamespace(scheduled_new_reqs=[])
     assert LEVER.log is not None
-    LEVER.log.begin((), rows_of(0, 12))  # of which nothing is left after the next
+    LEVER.log.begin((), rows_of(0, 12), (0,) * 5)  # of which nothing is left after the next
     prefilling = np.array([False, True, False])
     batch = Prepared(["a", "b", "c"], np.array([1, 4, 1]), prefilling, 6)
     note_prepared(runner, output, batch)
@@ -262,4 +263,4 @@ def test_rows_that_nobody_can_tell_apart_are_refused(
     assert LEVER.log is not None
     assert LEVER.log.row_kind.tolist() == [0] * 16
     with pytest.raises(RuntimeError, match="a step of 17 rows; 16 were planned for"):
-        LEVER.log.begin((), rows_of(8, 9))
+        LEVER.log.begin((), rows_of(8, 9), (0,) * 5)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from harness.calibration.quantiles import quantile_thresholds
 from harness.engine.plugin.routing import RoutedLayer, RoutingLever, why_opaque
+from harness.engine.plugin.setting import RoutingSetting
 from kernels.sere import fused, reference
 from kernels.sere.fused import POLICIES
 from kernels.sere.reference import DECODE, PADDING, PREFILL
@@ -47,8 +48,12 @@ def similarities(seed: int) -> Tensor:
 
 def step(made: RoutingLever, kinds: list[int]) -> None:
     """What happens before a step: row kinds are written, and its counters opened."""
-    assert made.log is not None
-    made.log.begin(("r",), np.array(kinds, dtype=np.uint8))
+    made.begin(("r",), np.array(kinds, dtype=np.uint8))
+
+
+def numbers(made: RoutingLever, rows: int = 4) -> tuple[int, ...]:
+    """What a step of so many decode rows would be told."""
+    return made.setting.numbers(rows, SLOTS, EXPERTS)
 
 
 def counters(made: RoutingLever) -> list[list[int]]:
@@ -73,7 +78,7 @@ def test_sere_moves_slots_by_each_layers_own_matrices(primary: int, threshold: f
     made, similarity = lever(), similarities(0)
     protected = (torch.arange(EXPERTS) % torch.tensor([[3], [5]]) == 0).to(torch.uint8)
     made.set_matrices(similarity, protected)
-    made.set("sere", primary, threshold, True)
+    made.set(RoutingSetting("sere", primary, threshold, True))
     weights, ids = routes(len(KINDS), seed=7)
     step(made, KINDS)
     outs = []
@@ -93,7 +98,7 @@ def test_sere_moves_slots_by_each_layers_own_matrices(primary: int, threshold: f
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_topk_drops_slots(renormalize: bool) -> None:
     made = lever()
-    made.set("topk", 1, 0.5, renormalize)
+    made.set(RoutingSetting("topk", 1, 0.5, renormalize))
     weights, ids = routes(len(KINDS), seed=3)
     step(made, KINDS)
     for layer in LAYERS:
@@ -119,10 +124,10 @@ def test_topk_drops_slots(renormalize: bool) -> None:
 )
 def test_settings_that_change_nothing_are_off(setting: tuple[Any, ...]) -> None:
     made = lever()
-    made.set("sere", 1, 0.0, True)
+    made.set(RoutingSetting("sere", 1, 0.0, True))
     made.set_matrices(torch.ones(len(LAYERS), EXPERTS, EXPERTS), None)
-    made.set(*setting)
-    assert int(made.settings[0]) == POLICIES.index("off")
+    made.set(RoutingSetting(*setting))
+    assert numbers(made)[0] == POLICIES.index("off")
     weights, ids = routes(4, seed=1)
     step(made, [DECODE] * 4)
     for layer in LAYERS:
@@ -135,7 +140,7 @@ def test_settings_that_change_nothing_are_off(setting: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize("policy", fused.RESELECTING)
 def test_rivals_choose_by_the_routers_logits(policy: str) -> None:
     made = lever()
-    made.set(policy, 1, 0.5, True, 4)
+    made.set(RoutingSetting(policy, 1, 0.5, True, 4))
     weights, ids = routes(len(KINDS), seed=3)
     step(made, KINDS)
     out = {}
@@ -152,27 +157,54 @@ def test_a_quantile_is_a_threshold_of_each_layers_own() -> None:
     similarity = similarities(6)
     similarity[1] /= 10
     made.set_matrices(similarity, None)
-    made.set("sere", 1, 0.0, True, similarity_quantile=0.5)
+    made.set(RoutingSetting("sere", 1, 0.0, True, similarity_quantile=0.5))
     assert torch.equal(made.threshold, quantile_thresholds(similarity, 0.5))
     assert float(made.threshold[0]) > 5 * float(made.threshold[1])
-    made.set("sere", 1, 0.25, True)
+    made.set(RoutingSetting("sere", 1, 0.25, True))
     assert made.threshold.tolist() == [0.25] * 2
+
+
+def test_below_the_floor_nothing_moves() -> None:
+    made = lever()
+    made.set_matrices(torch.ones(len(LAYERS), EXPERTS, EXPERTS), None)
+    made.set(RoutingSetting("sere", 1, 0.0, floor_batch=3))
+    weights, ids = routes(6, seed=1)
+    for kinds, moves in (
+        ([DECODE] * 2 + [PREFILL] * 4, False),
+        ([DECODE] * 3 + [PADDING] * 3, True),
+        ([DECODE] * 2, False),
+    ):
+        step(made, kinds)
+        for layer in LAYERS:
+            rows = len(kinds)
+            _, got = made.reroute(layer, weights[:rows], ids[:rows], LOGITS[:rows])
+            assert torch.equal(got, ids[:rows]) is not moves
+
+
+def test_an_automatic_k_follows_the_batch() -> None:
+    made = lever()
+    made.set(RoutingSetting("sere", "auto", 0.0, auto_experts=3.0))
+    off, sere = POLICIES.index("off"), POLICIES.index("sere")
+    assert [numbers(made, n)[:2] for n in (1, 2, 9)] == [(sere, 3), (sere, 2), (sere, 1)]
+    made.set(RoutingSetting("sere", "auto", 0.0, auto_experts=50.0, floor_batch=600))
+    # No more than a token has; nothing below the floor.
+    assert [numbers(made, n)[:2] for n in (1, 599, 600)] == [(off, SLOTS), (off, SLOTS), (sere, 2)]
 
 
 def test_more_than_there_are_is_as_many_as_there_are() -> None:
     made = lever()
-    made.set("lynx", 1, 0.5, True, 10**12)
-    assert made.settings.tolist() == [POLICIES.index("lynx"), 1, 1, EXPERTS, 0]
-    made.set("sere", 10**12, 0.5, True)
-    assert made.settings.tolist()[:2] == [POLICIES.index("off"), SLOTS]
+    made.set(RoutingSetting("lynx", 1, 0.5, True, 10**12))
+    assert numbers(made) == (POLICIES.index("lynx"), 1, 1, EXPERTS, 0)
+    made.set(RoutingSetting("sere", 10**12, 0.5, True))
+    assert numbers(made)[:2] == (POLICIES.index("off"), SLOTS)
 
 
 def test_a_router_whose_scores_are_its_own_keeps_rivals_away() -> None:
     made = lever()
     made.layers[5] = dataclasses.replace(made.layers[5], opaque="chooses within groups of experts")
     with pytest.raises(ValueError, match="policy oea: layer 5 chooses within groups"):
-        made.set("oea", 1, 0.5, True)
-    made.set("sere", 1, 0.5, True)
+        made.set(RoutingSetting("oea", 1, 0.5, True))
+    made.set(RoutingSetting("sere", 1, 0.5, True))
 
 
 def test_a_layer_without_logits_of_its_experts_keeps_rivals_away() -> None:
@@ -180,8 +212,8 @@ def test_a_layer_without_logits_of_its_experts_keeps_rivals_away() -> None:
     weights, ids = routes(4, seed=1)
     made.reroute(2, weights, ids, torch.zeros(4, EXPERTS + 1))
     with pytest.raises(ValueError, match=r"policy lynx: layer 2 .*no logits"):
-        made.set("lynx", 1, 0.5, True, 4)
-    made.set("sere", 1, 0.5, True)
+        made.set(RoutingSetting("lynx", 1, 0.5, True, 4))
+    made.set(RoutingSetting("sere", 1, 0.5, True))
     step(made, [DECODE] * 4)
     made.reroute(2, weights, ids, torch.zeros(4, EXPERTS + 1))
 
@@ -206,8 +238,8 @@ def test_which_routers_can_be_chosen_by(attributes: dict[str, Any], reason: str 
 
 
 def state(made: RoutingLever) -> list[Any]:
-    tensors = (made.settings, made.threshold, made.similarity, made.protection)
-    return [t.tolist() for t in tensors]
+    tensors = (made.reach, made.threshold, made.similarity, made.protection)
+    return [made.setting, *(t.tolist() for t in tensors)]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +262,14 @@ def state(made: RoutingLever) -> list[Any]:
         (("lynx", 1, 0.5, True, 2.5), "budget 2.5: a whole number"),
         (("random_remap", 1, 0.5, True, None, -1), "seed -1"),
         (("sere", 1, 0.5, True, None, 0, 1.5), "similarity_quantile 1.5"),
+        (
+            ("sere", "all", 0.5, True),
+            "primary_experts 'all': a whole number of at least 1, or auto",
+        ),
+        (("sere", "auto", 0.5, True, None, 0, None, 0, 0.5), "auto_experts 0.5"),
+        (("sere", "auto", 0.5, True, None, 0, None, 0, float("inf")), "auto_experts inf"),
+        (("sere", 1, 0.5, True, None, 0, None, -1), "floor_batch -1"),
+        (("sere", 1, 0.5, True, None, 0, None, 2.5), "floor_batch 2.5: a whole number"),
     ],
     ids=str,
 )
@@ -238,10 +278,10 @@ def test_a_wrong_setting_is_refused_and_changes_nothing(
 ) -> None:
     made = lever()
     made.set_matrices(similarities(1), torch.ones(len(LAYERS), EXPERTS))
-    made.set("sere", 2, 0.25, False)
+    made.set(RoutingSetting("sere", 2, 0.25, False))
     before = state(made)
     with pytest.raises(ValueError, match=match):
-        made.set(*setting)
+        made.set(RoutingSetting(*setting))
     assert state(made) == before
 
 
@@ -269,12 +309,17 @@ def test_matrices_of_another_shape_are_refused_and_change_nothing(
 def test_settings_and_matrices_are_rewritten_where_they_are() -> None:
     """A captured graph reads the tensors that it was captured with."""
     made = lever()
-    names = ("settings", "threshold", "similarity", "protection")
+    assert made.log is not None
+    names = ("neighbours", "reach", "threshold", "similarity", "protection")
     before = {name: getattr(made, name).data_ptr() for name in names}
+    told = (made.log.slot, made.log.settings, made.log.row_kind)
+    places = [t.data_ptr() for t in told]
     made.set_matrices(similarities(1), torch.ones(len(LAYERS), EXPERTS))
-    made.set("topk", 2, 0.75, False)
+    made.set(RoutingSetting("topk", 2, 0.75, False))
     assert {name: getattr(made, name).data_ptr() for name in names} == before
-    assert made.settings.tolist() == [1, 2, 0, 0, 0]
+    step(made, [DECODE] * 3)
+    assert [t.data_ptr() for t in told] == places
+    assert made.log.settings.tolist() == [1, 2, 0, 0, 0]
     assert made.threshold.tolist() == [0.75] * len(LAYERS)
     made.set_matrices(None, None)
     assert torch.equal(made.similarity, torch.eye(EXPERTS).repeat(len(LAYERS), 1, 1))
@@ -291,7 +336,7 @@ def test_tensors_made_inside_a_step_can_be_set_between_steps() -> None:
         step(made, [DECODE] * 4)
         made.reroute(0, weights, ids, LOGITS[: len(ids)])
     made.set_matrices(torch.ones(1, EXPERTS, EXPERTS), None)
-    made.set("sere", 1, 0.0, True)
+    made.set(RoutingSetting("sere", 1, 0.0, True))
     step(made, [DECODE] * 4)
     with torch.inference_mode():
         _, moved = made.reroute(0, weights, ids, LOGITS[: len(ids)])
@@ -306,7 +351,7 @@ def test_rows_are_padding_until_a_step_says_otherwise() -> None:
     weights, ids = routes(20, seed=1)
     made.reroute(0, weights, ids, LOGITS[: len(ids)])
     made.set_matrices(torch.ones(1, EXPERTS, EXPERTS), None)
-    made.set("sere", 1, 0.0, True)
+    made.set(RoutingSetting("sere", 1, 0.0, True))
     _, after = made.reroute(0, weights, ids, LOGITS[: len(ids)])
     assert torch.equal(after, ids)
     assert made.log is not None
@@ -321,11 +366,11 @@ def test_a_step_of_more_rows_than_planned_is_refused() -> None:
 
 def test_nothing_can_be_set_without_layers_or_before_the_first_step() -> None:
     with pytest.raises(ValueError, match="no mixture-of-experts layer"):
-        RoutingLever().set("off", None, 0.5, True)
+        RoutingLever().set(RoutingSetting("off", None, 0.5, True))
     early = RoutingLever()
     early.layers = {0: RoutedLayer(0, EXPERTS, SLOTS)}
     with pytest.raises(ValueError, match="not run a step"):
-        early.set("off", None, 0.5, True)
+        early.set(RoutingSetting("off", None, 0.5, True))
     refused = lever()
     refused.refusal = "routes inside its kernel"
     with pytest.raises(ValueError, match="inside its kernel"):

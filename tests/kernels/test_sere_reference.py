@@ -17,6 +17,7 @@ from kernels.sere.reference import (
     DECODE,
     PADDING,
     PREFILL,
+    by_batch,
     expert_set,
     sere,
     slot_ranks,
@@ -433,3 +434,9 @@ def test_topk_keeps_a_rows_total_weight_only_if_asked(case: Case) -> None:
     kept = cut.sum(1) > 0
     torch.testing.assert_close(scaled.sum(1)[kept], weights.sum(1)[kept], rtol=1e-6, atol=1e-6)
     assert bool((cut <= weights).all())
+
+
+def test_k_falls_with_the_root_of_the_batch() -> None:
+    found = {n: by_batch(5, n) for n in (0, 1, 2, 4, 8, 16, 32, 128)}
+    assert found == {0: 5, 1: 5, 2: 4, 4: 2, 8: 2, 16: 1, 32: 1, 128: 1}
+    assert by_batch(1, 1) == 1

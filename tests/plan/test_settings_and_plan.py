@@ -72,7 +72,7 @@ def test_help_names_every_setting() -> None:
         (
             "routing__primary_experts",
             0,
-            "routing.primary_experts=0: takes a whole number >= 1, or null",
+            "routing.primary_experts=0: takes a whole number >= 1, or auto, or null",
         ),
         ("routing__similarity_threshold", 1.1, "takes a number in [0, 1]"),
         ("load__qps", -1, "load.qps=-1: takes a number > 0, or null"),

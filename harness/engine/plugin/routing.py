@@ -13,13 +13,15 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from harness.calibration.quantiles import quantile_thresholds
+from harness.engine.plugin.setting import RoutingSetting
 from harness.engine.plugin.telemetry import StepLog
 from kernels.sere import fused
-from kernels.sere.fused import POLICIES
+from kernels.sere.reference import DECODE
 
 logger = logging.getLogger("vllm.pruneroute")
 
@@ -50,6 +52,7 @@ class RoutingLever:
         refusal: why routes cannot be changed; `None` if they can.
         max_rows: most rows of a step, padding included.
         log: step log, once the first step made the device known.
+        setting: what it is set to.
     """
 
     def __init__(self) -> None:
@@ -57,6 +60,7 @@ class RoutingLever:
         self.refusal: str | None = None
         self.log: StepLog | None = None
         self.max_rows = 0
+        self.setting = RoutingSetting()
 
     # -- set-up ----------------------------------------------------------------------------------
 
@@ -124,7 +128,6 @@ class RoutingLever:
         self.log = StepLog(n, device, self.max_rows)
         self.similarity = torch.eye(e, device=device).repeat(n, 1, 1)
         self.protection = torch.zeros(n, e, dtype=torch.uint8, device=device)
-        self.settings = self._numbers("off", self.top_k, True).to(device)
         self.threshold = torch.ones(n, device=device)
         self.neighbours = fused.neighbours(self.similarity)
         self.reach = torch.empty(n, e, dtype=torch.int16, device=device)
@@ -143,88 +146,40 @@ class RoutingLever:
 
     # -- live settings ---------------------------------------------------------------------------
 
-    def check(
-        self,
-        policy: str,
-        primary_experts: int | None,
-        similarity_threshold: float,
-        renormalize: bool,
-        budget: int | None = None,
-        seed: int = 0,
-        similarity_quantile: float | None = None,
-    ) -> None:
+    def check(self, setting: RoutingSetting) -> None:
         """Refuse what `set` cannot take, and change nothing.
 
         Raises:
-            ValueError: no such policy, a value of the wrong type or out of range, or a policy that
-                the model's routers rule out.
+            ValueError: a value is of the wrong type or out of range, or the model's routers rule the
+                policy out.
         """
         self._require()
-        if policy not in POLICIES:
-            raise ValueError(f"policy {policy!r}: one of {', '.join(POLICIES)}")
-        if policy in fused.RESELECTING:
+        setting.check()
+        if setting.policy in fused.RESELECTING:
             for layer in self.layers.values():
                 if layer.opaque is not None:
-                    raise ValueError(f"policy {policy}: layer {layer.index} {layer.opaque}")
-        whole = type(budget) is int and budget >= 1
-        if not whole and (policy in fused.BUDGETED or budget is not None):
-            raise ValueError(f"budget {budget!r}: a whole number of at least 1")
-        if type(seed) is not int or not 0 <= seed < 2**31:
-            raise ValueError(f"seed {seed!r}: a whole number from 0 to 2^31 - 1")
-        k = primary_experts
-        if k is not None and (type(k) is not int or k < 1):
-            raise ValueError(f"primary_experts {k!r}: a whole number of at least 1")
-        if not _is_share(similarity_threshold):
-            raise ValueError(f"similarity_threshold {similarity_threshold!r}: a number in [0, 1]")
-        if similarity_quantile is not None and not _is_share(similarity_quantile):
-            raise ValueError(f"similarity_quantile {similarity_quantile!r}: a number in [0, 1]")
-        if not isinstance(renormalize, bool):
-            raise ValueError(f"renormalize {renormalize!r}: true or false")
+                    raise ValueError(f"policy {setting.policy}: layer {layer.index} {layer.opaque}")
 
-    def set(
-        self,
-        policy: str,
-        primary_experts: int | None,
-        similarity_threshold: float,
-        renormalize: bool,
-        budget: int | None = None,
-        seed: int = 0,
-        similarity_quantile: float | None = None,
-    ) -> None:
+    def set(self, setting: RoutingSetting) -> None:
         """Change the lever for the next step; a quantile is one of the matrices as they are now.
 
         Raises:
             ValueError: as `check` does.
         """
-        self.check(
-            policy, primary_experts, similarity_threshold, renormalize, budget, seed,
-            similarity_quantile,
-        )  # fmt: skip
-        # More than there are is as many as there are, and fits into 32 bits.
-        k = min(primary_experts or self.top_k, self.top_k)
-        if k == self.top_k:
-            policy = "off"
-        most = min(budget or 0, self.experts)
-        self.settings.copy_(self._numbers(policy, k, renormalize, most, seed))
-        if similarity_quantile is None:
-            self.threshold.fill_(similarity_threshold)
+        self.check(setting)
+        if setting.similarity_quantile is None:
+            self.threshold.fill_(setting.similarity_threshold)
         else:
-            self.threshold.copy_(quantile_thresholds(self.similarity, similarity_quantile))
+            quantile = setting.similarity_quantile
+            self.threshold.copy_(quantile_thresholds(self.similarity, quantile))
         self._renew()
+        self.setting = setting
 
     def _renew(self) -> None:
         """Have the next step go by the thresholds and the protection as they are now."""
         self.reach.copy_(fused.reach(self.similarity, self.threshold, self.protection))
         if self.reach.is_cuda:
             torch.cuda.synchronize(self.reach.device)  # as `fused.reroute` asks
-
-    @staticmethod
-    def _numbers(
-        policy: str, primary_experts: int, renormalize: bool, budget: int = 0, seed: int = 0
-    ) -> Tensor:
-        """[5] int32, as `fused.SETTINGS`."""
-        numbers = (POLICIES.index(policy), primary_experts, renormalize, budget, seed)
-        return torch.tensor(numbers, dtype=torch.int32)
 
     def set_matrices(self, similarity: Tensor | None, protected: Tensor | None) -> None:
         """Replace the matrices in place; `None` resets to identity, and to nothing protected.
@@ -259,6 +214,21 @@ class RoutingLever:
 
     # -- every step ------------------------------------------------------------------------------
 
+    def begin(self, decode_requests: tuple[str, ...], kinds: np.ndarray) -> None:
+        """Tell the device of the step that is about to run.
+
+        Args:
+            decode_requests: those that decode.
+            kinds: [rows] uint8.
+
+        Raises:
+            RuntimeError: more rows than were planned for.
+        """
+        assert self.log is not None
+        rows = int(np.count_nonzero(kinds == DECODE))
+        numbers = self.setting.numbers(rows, self.top_k, self.experts)
+        self.log.begin(decode_requests, kinds, numbers)
+
     def reroute(
         self, layer: int, weights: Tensor, ids: Tensor, logits: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -286,16 +256,12 @@ class RoutingLever:
             logits = self._blank[: len(ids)]
         signed = ids.view(torch.int32) if ids.dtype == torch.uint32 else ids
         new_ids, new_weights = fused.reroute(
-            signed, weights.float(), self.log.row_kind, self.neighbours, self.reach, self.settings,
+            signed, weights.float(), self.log.row_kind, self.neighbours, self.reach,
+            self.log.settings,
             self.log.counters, self.log.slot, self.calls, logits, self.bias[rank], rank,
             self.layers[layer].sigmoid,
         )  # fmt: skip
         return new_weights.to(weights.dtype), new_ids.view(ids.dtype)
-
-
-def _is_share(value: object) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 <= value <= 1  # type: ignore[operator]
 
 
 def why_opaque(router: Any) -> str | None:

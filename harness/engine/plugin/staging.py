@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
 DEPTH = 4
 """Steps that can be on their way at once; vLLM schedules one ahead."""
-_HEAD = 8
+NUMBERS = 5
+"""As many as `kernels.sere.fused.SETTINGS`."""
+_SLOT, _HEAD = 8, 32
+"""Bytes: the slot, and all before the rows' kinds."""
 
 
 class Staging:
-    """A number and a kind for each row, in tensors that captured graphs read.
+    """A step's number, what the lever is set to and a kind for each row, where captured graphs read them.
 
     On a GPU they go from page-locked memory in one asynchronous copy: one from ordinary memory would
     have the host wait for every step before it, and undo asynchronous scheduling.
 
     Attributes:
         slot: [1] int64 on the device.
+        settings: [`NUMBERS`] int32 on the device.
         row_kind: [rows] uint8 on the device; 0 beyond the rows of the step.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._there = torch.zeros(_HEAD + rows, dtype=torch.uint8, device=device)
-        self.slot = self._there[:_HEAD].view(torch.int64)
+        self.slot = self._there[:_SLOT].view(torch.int64)
+        self.settings = self._there[_SLOT : _SLOT + 4 * NUMBERS].view(torch.int32)
         self.row_kind = self._there[_HEAD:]
         # How many rows of the last step are not 0.
         self._used = 0
@@ -36,11 +43,12 @@ class Staging:
             ]
             self._sent = [torch.cuda.Event() for _ in range(DEPTH)]
 
-    def write(self, slot: int, kinds: np.ndarray) -> None:
+    def write(self, slot: int, settings: Sequence[int], kinds: np.ndarray) -> None:
         """For the step that is about to run.
 
         Args:
             slot: its number.
+            settings: `NUMBERS` of 32 bits.
             kinds: [rows of the step] uint8.
 
         Raises:
@@ -52,17 +60,20 @@ class Staging:
         size = _HEAD + max(count, self._used)
         self._used = count
         if not self._here:
-            _fill(self._there.numpy(), slot, kinds, size)
+            _fill(self._there.numpy(), slot, settings, kinds, size)
             return
         self._turn = (self._turn + 1) % DEPTH
         here, sent = self._here[self._turn], self._sent[self._turn]
         sent.synchronize()
-        _fill(here.numpy(), slot, kinds, size)
+        _fill(here.numpy(), slot, settings, kinds, size)
         self._there[:size].copy_(here[:size], non_blocking=True)
         sent.record()
 
 
-def _fill(into: np.ndarray, slot: int, kinds: np.ndarray, size: int) -> None:
-    into[:_HEAD].view(np.int64)[0] = slot
+def _fill(
+    into: np.ndarray, slot: int, settings: Sequence[int], kinds: np.ndarray, size: int
+) -> None:
+    into[:_SLOT].view(np.int64)[0] = slot
+    into[_SLOT : _SLOT + 4 * NUMBERS].view(np.int32)[:] = settings
     into[_HEAD : _HEAD + len(kinds)] = kinds
     into[_HEAD + len(kinds) : size] = 0

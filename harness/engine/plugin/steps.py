@@ -130,9 +130,8 @@ def _begin_step(
         decodes: [requests] bool, whether they are a decode step's.
     """
     LEVER.prepare(device)
-    assert LEVER.log is not None
     requests = tuple(r for r, d in zip(ids, decodes.tolist(), strict=True) if d)
-    LEVER.log.begin(requests, row_kinds(scheduled, decodes))
+    LEVER.begin(requests, row_kinds(scheduled, decodes))
 
 
 def install() -> None:
@@ -162,7 +161,7 @@ def _note_dummies(runner_class: Any) -> None:
 
     def dummy_run(self: Any, *args: Any, **kwargs: Any) -> Any:
         if LEVER.log is not None:
-            LEVER.log.begin((), np.empty(0, dtype=np.uint8))
+            LEVER.begin((), np.empty(0, dtype=np.uint8))
         return run(self, *args, **kwargs)
 
     runner_class._dummy_run = dummy_run

@@ -10,6 +10,7 @@ import base64
 import io
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,6 +72,7 @@ class StepLog:
         counters: [MAX_STEPS, layers, 3] int32 on the device, columns as in `COUNTERS`.
         slot: [1] int64 on the device: the row that the running step writes.
         row_kind: [rows] uint8 on the device: what its rows are, padding beyond them.
+        settings: [5] int32 on the device: what the routing lever is set to for it.
     """
 
     def __init__(self, layers: int, device: torch.device, rows: int) -> None:
@@ -79,21 +81,25 @@ class StepLog:
         )
         self._staging = Staging(rows, device)
         self.slot, self.row_kind = self._staging.slot, self._staging.row_kind
+        self.settings = self._staging.settings
         self.steps: list[Step] = []
         self.lost = 0
         self._next = 0
 
-    def begin(self, decode_requests: tuple[str, ...], kinds: np.ndarray) -> None:
+    def begin(
+        self, decode_requests: tuple[str, ...], kinds: np.ndarray, settings: Sequence[int]
+    ) -> None:
         """Tell the device of the step that is about to run, and open its counters.
 
         Args:
             decode_requests: those that decode.
             kinds: [rows] uint8, of the step.
+            settings: [5], see `RoutingSetting.numbers`.
 
         Raises:
             RuntimeError: more rows than were planned for.
         """
-        self._staging.write(self._next % MAX_STEPS, kinds)
+        self._staging.write(self._next % MAX_STEPS, settings, kinds)
         decode_rows = int(np.count_nonzero(kinds == DECODE))
         if decode_rows:
             rows = (decode_rows, len(kinds) - decode_rows)

@@ -11,6 +11,7 @@ from typing import Any
 
 from harness.engine.plugin import routing, steps, telemetry
 from harness.engine.plugin.routing import LEVER
+from harness.engine.plugin.setting import RoutingSetting
 from harness.engine.plugin.telemetry import VISION
 
 # vLLM resolves this module in each worker before it builds the model, and in no other process: the
@@ -18,7 +19,7 @@ from harness.engine.plugin.telemetry import VISION
 routing.install()
 steps.install()
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Raised whenever a method, or a setting that travels with a request, changes its meaning."""
 
 
@@ -46,8 +47,8 @@ class LeverWorker:
         """Set the policy, its numbers and, if given, the matrices. `setting`: a JSON object.
 
         Keys: ``policy``, ``primary_experts``, ``similarity_threshold``, ``similarity_quantile``,
-        ``renormalize``, ``budget``, ``seed``, and the paths ``similarity_path`` and ``protection_path``
-        (`null` resets).
+        ``renormalize``, ``budget``, ``seed``, ``floor_batch``, ``auto_experts``, and the paths
+        ``similarity_path`` and ``protection_path`` (`null` resets).
         """
         from harness.calibration.similarity import load_protection, load_similarity
 
@@ -55,11 +56,8 @@ class LeverWorker:
         if not LEVER.layers or LEVER.refusal:
             return {"error": LEVER.refusal or "the model has no mixture-of-experts layer"}
         layers, experts = len(LEVER.layers), LEVER.experts
-        names = (
-            "policy", "primary_experts", "similarity_threshold", "renormalize", "budget", "seed",
-            "similarity_quantile",
-        )  # fmt: skip
-        values = {name: s[name] for name in names}
+        paths = ("similarity_path", "protection_path")
+        wanted = RoutingSetting(**{k: v for k, v in s.items() if k not in paths})
         try:
             similarity = (
                 load_similarity(Path(s["similarity_path"]), layers=layers, experts=experts)
@@ -71,9 +69,9 @@ class LeverWorker:
                 if s["protection_path"]
                 else None
             )
-            LEVER.check(**values)  # a setting is taken whole or not at all
+            LEVER.check(wanted)  # a setting is taken whole or not at all
             LEVER.set_matrices(similarity, protection)
-            LEVER.set(**values)
+            LEVER.set(wanted)
         except (OSError, ValueError) as e:
             return {"error": str(e)}
         return {"error": None}

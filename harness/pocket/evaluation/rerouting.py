@@ -7,6 +7,7 @@ the answers (nats a token, less what it is with nothing moved) at the distinct e
 reads.
 
 Studies:
+    measure: similarity by each measure, and by lot.
     threshold: one rho for all layers against a quantile of each layer's similarities.
     protection: marks by what moving costs, by load and by lot.
     batch: the same settings at other batch sizes.
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from harness.calibration import SIMILARITY_FILE
+from harness.calibration import MEASURES, similarity_file
 from harness.calibration.fingerprint import model_fingerprint
 from harness.calibration.protection import loss_increases, mark_costliest
 from harness.calibration.quantiles import quantile_thresholds
@@ -42,6 +43,7 @@ from harness.pocket.recipe import Recipe
 from harness.pocket.world.batch import draw
 from harness.pocket.world.draw import HELD_OUT, Draws
 from harness.pocket.world.text import Codec
+from kernels.sere.reference import by_batch
 
 ITEMS = 32
 """Requests of a draw, all of one arrangement."""
@@ -193,10 +195,13 @@ class Study:
         return Setting(k, threshold, torch.zeros(layers, experts, dtype=torch.bool))
 
     @torch.inference_mode()
-    def ask(self, setting: Setting | None, batch: int = BATCH) -> Result:
-        """Answer everything, in batches of so many requests."""
+    def ask(
+        self, setting: Setting | None, batch: int = BATCH, similarity: Tensor | None = None
+    ) -> Result:
+        """Answer everything, in batches of so many requests; by other matrices if they are given."""
+        matrices = self.similarity if similarity is None else similarity
         parts = [
-            self._answer(tail, moments(tail, batch, i), setting)
+            self._answer(tail, moments(tail, batch, i), setting, matrices)
             for i, tail in enumerate(self._tails)
         ]
         loss, tokens, right = (torch.cat([p[i] for p in parts]) for i in range(3))
@@ -205,7 +210,9 @@ class Study:
         )
         return Result(loss, tokens, right, rows, before, after)
 
-    def _answer(self, tail: Tail, when: Moments, setting: Setting | None) -> tuple[Tensor, ...]:
+    def _answer(
+        self, tail: Tail, when: Moments, setting: Setting | None, matrices: Tensor
+    ) -> tuple[Tensor, ...]:
         x, counts = tail.states[0], []
         rows = torch.bincount(when.of[when.of >= 0], minlength=when.count)
         for number, block in enumerate(blocks(self.network)):
@@ -216,7 +223,7 @@ class Study:
             weights = expert_weights(block.mlp.gate(seen), slots)
             own = setting or self.setting(slots, 0.0)
             weights, before, after = reroute(
-                weights, when, primaries(own, when, rows), self.similarity[number],
+                weights, when, primaries(own, when, rows), matrices[number],
                 float(own.threshold[number]), own.protected[number], slots,
             )  # fmt: skip
             counts.append(torch.stack([before, after]))
@@ -274,6 +281,28 @@ def row(study: str, name: str, result: Result, plain: Result) -> Row:
     }
 
 
+def measure(study: Study, folder: Path, plain: Result) -> Iterator[Row]:
+    """Where slots go: by each measure of similarity, and by lot, rho = 0."""
+    shape = study.similarity.shape
+    matrices = {m: matrix(folder, m) for m in MEASURES}
+    for lot in range(LOTS):
+        g = torch.Generator().manual_seed(lot)
+        matrices[f"by lot {lot}"] = torch.rand(shape, generator=g)
+    for name, similarity in matrices.items():
+        for k in (1, 2, 3):
+            found = study.ask(study.setting(k, 0.0), similarity=similarity)
+            yield row("measure", f"{name}, K={k}", found, plain)
+
+
+def matrix(folder: Path, measure: str) -> Tensor:
+    """Similarity of the bundled model's experts, [layers, E, E]."""
+    r = Recipe()
+    return load_similarity(
+        folder / similarity_file(measure), layers=r.layers, experts=r.experts,
+        model_hash=model_fingerprint(folder),
+    )  # fmt: skip
+
+
 def threshold(study: Study, plain: Result) -> Iterator[Row]:
     """Absolute thresholds and quantiles, K = 1."""
     for k in (1, 2):
@@ -300,7 +329,7 @@ def protection(study: Study, plain: Result, costs: Tensor, load: Tensor) -> Iter
             yield row("protection", f"{count} by lot {lot}", study.ask(marked), plain)
 
 
-def batch(study: Study, k_s: Sequence[int] = (1, 2)) -> Iterator[Row]:
+def batch(study: Study, k_s: Sequence[int] = (1, 2, 3, 4, 5)) -> Iterator[Row]:
     """The same settings at other batch sizes."""
     for size in BATCHES:
         plain = study.ask(None, size)
@@ -329,13 +358,12 @@ def auto(study: Study) -> Iterator[Row]:
     base = study.setting(1, 0.0)
     for k in range(1, 7):
         yield over_sizes(f"K={k}", replace(base, primary_experts=k))
-    # As many as keep a step's primaries, K a row if all differ, within a budget; and the other way round,
-    # a K that grows with the batch.
+    for alone in (2, 3, 4, 5, 6, 7, 8):
+        by = tuple(min(slots, by_batch(alone, n)) for n in range(most + 1))
+        yield over_sizes(f"auto {alone}", replace(base, primary_experts=by))
     for budget in (4, 8, 12, 16, 24, 32):
         by = tuple(max(1, min(slots, budget // max(1, n))) for n in range(most + 1))
-        yield over_sizes(
-            f"fewer with the batch, budget {budget}", replace(base, primary_experts=by)
-        )
+        yield over_sizes(f"K={budget}/rows", replace(base, primary_experts=by))
     for floor in (2, 4, 8):
         for k in (1, 2):
             by = tuple(slots if n < floor else k for n in range(most + 1))
@@ -368,8 +396,9 @@ def main() -> int:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    names = ("threshold", "protection", "batch", "auto")
+    names = ("measure", "threshold", "protection", "batch", "auto")
     parser.add_argument("--studies", nargs="+", choices=names, default=list(names))
+    parser.add_argument("--measure", choices=MEASURES, default=MEASURES[0])
     parser.add_argument("--draws", type=int, default=6, help=f"of {ITEMS} requests each (6)")
     parser.add_argument("--seed", type=int, default=31)
     parser.add_argument("--out", type=Path, help="a CSV file")
@@ -380,11 +409,8 @@ def main() -> int:
         parser.error(f"--seed {args.seed}: takes a whole number from 0 on")
     if args.out is not None and args.out.is_dir():
         parser.error(f"--out {args.out}: is a folder; takes a file")
-    folder, recipe = ensure(), Recipe()
-    similarity = load_similarity(
-        folder / SIMILARITY_FILE, layers=recipe.layers, experts=recipe.experts,
-        model_hash=model_fingerprint(folder),
-    )  # fmt: skip
+    folder = ensure()
+    similarity = matrix(folder, args.measure)
     network = load_network(folder)
     study = Study(network, similarity, args.draws, args.seed)
     plain = study.ask(None)
@@ -398,6 +424,7 @@ def main() -> int:
     table: list[Row] = []
     for name in args.studies:
         studies: dict[str, Callable[[], Iterator[Row]]] = {
+            "measure": lambda: measure(study, folder, plain),
             "threshold": lambda: threshold(study, plain),
             "protection": marks,
             "batch": lambda: batch(study),

@@ -188,12 +188,13 @@ class Child:
         """Set the lever."""
         if self.lever is None:
             return
+        from harness.engine.plugin.setting import RoutingSetting
+
         setting = dict(ARMS[name])
-        self.lever.set_matrices(self.similarity, self.guarded if setting.pop("guard", 0) else None)
+        guarded = self.guarded if setting.pop("guard", 0) else None
+        self.lever.set_matrices(self.similarity, guarded)
         rho = setting.pop("rho", 0.0)
-        self.lever.set(
-            setting["policy"], setting.get("primary_experts"), rho, True, setting.get("budget")
-        )
+        self.lever.set(RoutingSetting(similarity_threshold=rho, **setting))
 
     def steps(self, count: int) -> list[float]:
         """Times of so many decode steps [ms]; none is on its way when they are told."""
