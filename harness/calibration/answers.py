@@ -1,14 +1,15 @@
-"""How likely a model finds given answers, with one expert's secondary slots moved to another expert.
+"""How likely a model finds given answers with its experts re-routed, all or all but one.
 
 Teacher-forced: the model reads a prompt and its answer, and the loss is that of the answer's tokens.
 Of the rows that it computes, a server prefills those of the prompt, whose routes stay as they are, and
-decodes those of the answer. The last row of the prompt says the answer's first token, so that one's
-loss never changes; the answer's last token is said and never read.
+decodes those of the answer; these are dealt to steps of a few rows each, and what the rows of a step
+read decides where they may go (`kernels.sere.reference`). The last row of the prompt says the answer's
+first token, so that one's loss never changes; the answer's last token is said and never read.
 
-Two things are computed once for all re-routings of a sample. Rows of the prompt see no row of the
+Two things are computed once for all experts of a sample. Rows of the prompt see no row of the
 answer, so their keys and values are kept. An expert of one layer changes nothing below that layer, so
-what goes into each layer is kept, and layers below it are passed over. And where no decoded row of a
-layer has an expert in a secondary slot, moving away from it changes nothing at all.
+what goes into each layer is kept, and layers below it are passed over. And where no row of a layer is
+moved away from an expert, protecting it changes nothing at all.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from harness.calibration.checkpoints import decoder_layers, moe_blocks
-from harness.calibration.protection import Reroute, rerouted, secondary_slots
+from harness.calibration.protection import Spared, pretended_steps
 from harness.calibration.samples import Encoded
 from harness.calibration.similarity import CalibrationError
+from kernels.sere.reference import sere_by_step
 
 
 @dataclass(frozen=True)
@@ -34,25 +36,34 @@ class _Layer:
     """What is kept of one layer that has experts, of R rows.
 
     Attributes:
-        states: [1, R, hidden], what goes into the layer if nothing moves.
-        secondary: bool [experts], those in a secondary slot of some decoded row.
+        states: [1, R, hidden], what goes into the layer with everything re-routed.
+        left: bool [experts], those that some row is moved away from.
     """
 
     states: Tensor
-    secondary: Tensor
+    left: Tensor
 
 
 class AnswerLoss:
     """The summed loss of one sample's answer [nats], as `harness.calibration.protection.Loss`."""
 
     @torch.inference_mode()
-    def __init__(self, model: nn.Module, sample: Encoded, primary_experts: int) -> None:
-        """Run the sample once, as it is.
+    def __init__(
+        self,
+        model: nn.Module,
+        sample: Encoded,
+        similarity: Tensor,
+        primary_experts: int,
+        batch: int,
+    ) -> None:
+        """Run the sample once, with everything re-routed.
 
         Args:
             model: a causal language model of Transformers in eval mode, on any device.
             sample: prompt and answer.
+            similarity: [layers that have experts, E, E] float, on any device.
             primary_experts: K, heaviest slots of a row that re-routing leaves alone.
+            batch: rows that a step is taken to decode.
         """
         self._model, self._primary = model, primary_experts
         self._blocks, self._layers = moe_blocks(model), decoder_layers(model)
@@ -69,36 +80,56 @@ class AnswerLoss:
         else:
             self._past, self._rows = past, answer[:, :-1]
         start = self._rows.shape[1] - len(self._target)
-        self._decoded = torch.arange(self._rows.shape[1], device=device) >= start
+        decoded = torch.arange(self._rows.shape[1], device=device) >= start
+        self._step, self._steps = pretended_steps(decoded, batch)
+        self._similarity = {
+            number: rows.to(device) for number, rows in zip(self._blocks, similarity, strict=True)
+        }
 
         self._kept: dict[int, _Layer] = {}
-        self._plain = first
+        self._moved = first
         if len(self._target):
             with contextlib.ExitStack() as hooks:
                 for number in self._blocks:
                     hooks.enter_context(self._keeping(number))
-                self._plain += self._loss()
+                self._moved += self._loss()
         self._first = first
 
     @property
     def rows(self) -> int:
-        """Rows that a re-routing has to compute in each layer."""
+        """Rows that have to be computed in each layer for an expert."""
         return self._rows.shape[1] if len(self._target) else 0
 
     @torch.inference_mode()
-    def __call__(self, reroute: Reroute | None) -> float:
-        """The loss with one expert's secondary slots moved in the rows that a server decodes."""
-        if reroute is None or not len(self._target):
-            return self._plain
-        number = list(self._blocks)[reroute.layer]
-        if not self._kept[number].secondary[reroute.expert]:
-            return self._plain
+    def __call__(self, spared: Spared | None) -> float:
+        """The loss with everything re-routed but one expert's slots, or nothing's."""
+        if spared is None or not len(self._target):
+            return self._moved
+        number = list(self._blocks)[spared.layer]
+        if not self._kept[number].left[spared.expert]:
+            return self._moved
+        with contextlib.ExitStack() as hooks:
+            hooks.enter_context(self._passing_over(number))
+            hooks.enter_context(self._entering(number))
+            for other in self._blocks:
+                if other >= number:
+                    expert = spared.expert if other == number else None
+                    hooks.enter_context(self._routing(other, self._moving(other, expert)))
+            return self._first + self._loss()
+
+    def _moving(self, number: int, spared: int | None) -> Callable[[Tensor, Tensor], Tensor]:
+        """How a layer's slots are re-routed, one expert's excepted."""
+        similarity = self._similarity[number]
+        protected = torch.zeros(len(similarity), dtype=torch.bool, device=similarity.device)
+        if spared is not None:
+            protected[spared] = True
 
         def move(ids: Tensor, weights: Tensor) -> Tensor:
-            return rerouted(ids, self._secondary(ids, weights), reroute)
+            return sere_by_step(
+                ids, weights, self._step, self._steps, similarity, protected, self._primary
+            )
 
-        with self._passing_over(number), self._entering(number), self._routing(number, move):
-            return self._first + self._loss()
+        return move
 
     def _read(self, prompt: Tensor) -> tuple[Any, Tensor]:
         """Keys and values of the prompt, and the logits [1, vocabulary] of its last row.
@@ -128,9 +159,6 @@ class AnswerLoss:
         ).logits[0]
         return float(functional.cross_entropy(logits.float(), self._target, reduction="sum"))
 
-    def _secondary(self, ids: Tensor, weights: Tensor) -> Tensor:
-        return secondary_slots(ids, weights, self._decoded, self._primary)
-
     @contextlib.contextmanager
     def _keeping(self, number: int) -> Iterator[None]:
         """Fill `_kept` for a layer as the model runs."""
@@ -139,11 +167,14 @@ class AnswerLoss:
         def enter(layer: nn.Module, args: tuple[Tensor, ...]) -> None:
             states.append(args[0])
 
+        move = self._moving(number, None)
+
         def look(ids: Tensor, weights: Tensor) -> Tensor:
-            experts = torch.zeros(self._experts(number).num_experts, dtype=torch.bool)
-            experts[ids[self._secondary(ids, weights)].long().cpu()] = True
-            self._kept[number] = _Layer(states[0], experts)
-            return ids
+            moved = move(ids, weights)
+            left = torch.zeros(len(self._similarity[number]), dtype=torch.bool)
+            left[ids[moved != ids].long().cpu()] = True
+            self._kept[number] = _Layer(states[0], left)
+            return moved
 
         hook = self._layers[number].register_forward_pre_hook(enter)
         try:

@@ -1,11 +1,13 @@
-"""Which experts are worth protecting: those whose absence costs most.
+"""Which experts are worth protecting: those that re-routing away from costs most.
 
 Re-routing moves an expert's secondary slots to the most similar expert at hand. A protected expert is
 never moved away from, and so is read whenever a token picks it; each protected expert costs speed, so
 the marks should go where moving away hurts. Load does not say where that is, and similarity only
-in part: what counts is what becomes of the answers. So every expert of every layer is moved away
-from in turn, alone, to its most similar expert, and the answers' loss is compared with the loss
-where nothing is moved.
+in part: what counts is what becomes of the answers. And it counts among all that is moved: errors add
+up, so that moving away from one expert alone, in a model that is otherwise left as it is, ranks
+experts otherwise, and on the pocket model worse than load does (`runs/reference/rerouting`). So answers are
+read with everything re-routed as in decode steps of a batch; then every expert of every layer is
+protected in turn, alone; and its cost is what that saves.
 
 This module knows no model: whoever has one gives the loss (`harness.calibration.answers` for
 checkpoints, `harness.pocket.protect` for the bundled one).
@@ -21,95 +23,68 @@ import torch
 from torch import Tensor
 
 from harness.calibration.similarity import CalibrationError
-from kernels.sere.reference import slot_ranks
 
 
-class Reroute(NamedTuple):
-    """One expert's secondary slots moved to another expert.
+class Spared(NamedTuple):
+    """One expert that is protected while all others are re-routed.
 
     Attributes:
         layer: row of the similarity tensor, 0 for the first layer that has experts.
-        expert: moved away from.
-        target: moved to.
+        expert: its number.
     """
 
     layer: int
     expert: int
-    target: int
 
 
-Loss = Callable[[Reroute | None], float]
-"""Mean loss of a fixed set of answers, with one re-routing or none; the same each time."""
+Loss = Callable[[Spared | None], float]
+"""Mean loss of a fixed set of answers with everything re-routed but one expert, or nothing; the same
+each time."""
 
 
-def most_similar(similarity: Tensor) -> Tensor:
-    """The expert that each expert is moved to: its most similar other one, the lowest id on ties.
-
-    Args:
-        similarity: float [layers, E, E], E > 1.
-
-    Returns:
-        int64 [layers, E].
-    """
-    own = torch.eye(similarity.shape[-1], dtype=torch.bool, device=similarity.device)
-    return similarity.masked_fill(own, -torch.inf).argmax(-1)
-
-
-def secondary_slots(ids: Tensor, weights: Tensor, rows: Tensor, primary_experts: int) -> Tensor:
-    """The slots that re-routing may change: all but the heaviest of rows that a server decodes.
+def pretended_steps(decoded: Tensor, batch: int, seed: int = 0) -> tuple[Tensor, int]:
+    """Deal the rows of one answer to decode steps, as if they were as many requests at any moment.
 
     Args:
-        ids: [rows, slots] integer, experts.
-        weights: [rows, slots] float, their shares.
-        rows: [rows] bool, those decoded.
-        primary_experts: K >= 1, slots of a row that stay.
+        decoded: [rows] bool, those that a server decodes.
+        batch: rows of a step; one step may have fewer.
+        seed: of the deal.
 
     Returns:
-        bool [rows, slots].
+        int64 [rows], the number of each row's step and -1 for rows not decoded; and how many steps.
     """
-    return (slot_ranks(ids, weights) >= primary_experts) & rows[:, None]
+    count = int(decoded.sum())
+    deal = torch.randperm(count, generator=torch.Generator().manual_seed(seed)) // batch
+    steps = torch.full(decoded.shape, -1, dtype=torch.int64, device=decoded.device)
+    steps[decoded] = deal.to(decoded.device)
+    return steps, -(-count // batch)
 
 
-def rerouted(ids: Tensor, secondary: Tensor, reroute: Reroute) -> Tensor:
-    """Expert ids once one expert's secondary slots are another's; weights stay as they are.
-
-    Args:
-        ids: [rows, slots] integer.
-        secondary: bool [rows, slots], see `secondary_slots`.
-        reroute: from where to where. Where a row has the target already, it then has it twice, and the
-            sum of both weights is its share.
-
-    Returns:
-        [rows, slots], the type as given.
-    """
-    return torch.where(secondary & (ids == reroute.expert), reroute.target, ids)
-
-
-def loss_increases(loss: Loss, similarity: Tensor) -> Tensor:
-    """What moving away from each expert costs.
+def loss_increases(loss: Loss, layers: int, experts: int) -> Tensor:
+    """What re-routing away from each expert costs, among all others that are re-routed.
 
     Args:
         loss: called once with None, then for every layer and expert in ascending order, so that it
             may keep what the layers below a layer made.
-        similarity: float [layers, E, E], E > 1, says where slots go.
+        layers: that have experts.
+        experts: E, of a layer.
 
     Returns:
-        float64 [layers, E], `loss(reroute) - loss(None)`; about 0 or less where it costs nothing.
+        float64 [layers, E], `loss(None) - loss(spared)`; about 0 or less where it costs nothing.
 
     Raises:
         CalibrationError: a loss is no finite number.
     """
-    targets = most_similar(similarity).tolist()
-    plain = finite(loss(None), None)
+    moved = finite(loss(None), None)
     rows = []
-    for layer, row in enumerate(targets):
-        tried = [Reroute(layer, expert, target) for expert, target in enumerate(row)]
-        rows.append([finite(loss(reroute), reroute) - plain for reroute in tried])
+    for layer in range(layers):
+        spared = [Spared(layer, expert) for expert in range(experts)]
+        rows.append([moved - finite(loss(one), one) for one in spared])
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def mark_costliest(increases: Tensor, count: int) -> Tensor:
-    """Mark the experts of each layer that cost most to move away from, the lowest id on ties.
+    """Mark the experts of each layer that cost most to re-route away from, the lowest id on ties.
 
     Args:
         increases: float [layers, E], as of `loss_increases`.
@@ -129,7 +104,7 @@ def mark_costliest(increases: Tensor, count: int) -> Tensor:
     return marks.scatter_(1, order[:, :count], 1)
 
 
-def finite(loss: float, reroute: Reroute | None) -> float:
+def finite(loss: float, spared: Spared | None) -> float:
     """The loss, as it is.
 
     Raises:
@@ -137,6 +112,7 @@ def finite(loss: float, reroute: Reroute | None) -> float:
     """
     if not math.isfinite(loss):
         raise CalibrationError(
-            f"the loss with {reroute or 'nothing re-routed'} is {loss}; run the model in a wider type"
+            f"the loss with {spared or 'everything'} {'spared' if spared else 're-routed'} is {loss}; run "
+            "the model in a wider type"
         )
     return loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from harness.calibration.fingerprint import model_fingerprint
 from harness.calibration.memory import Need, check_fits, free_bytes, size
 from harness.calibration.partial import Partial, Progress, check_place, versions
 from harness.calibration.progress import Reporter
-from harness.calibration.protection import Reroute, finite, mark_costliest, most_similar
+from harness.calibration.protection import Spared, finite, mark_costliest
 from harness.calibration.samples import Encoded, Sample, encode_samples, samples_hash
 from harness.calibration.similarity import (
     CalibrationError,
@@ -48,6 +49,7 @@ class ProtectionTask:
         out: safetensors file to write, over what is there.
         count: experts to mark in each layer, 1 to E.
         primary_experts: K, a row's heaviest slots, which stay; 1 to one less than the model's top k.
+        batch: rows that a step is taken to decode.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
         dtype: a key of `harness.calibration.checkpoints.DTYPES`, of the model while it runs.
         max_tokens: longest prompt with its answer; longer ones are left out. None takes all.
@@ -58,6 +60,7 @@ class ProtectionTask:
     out: Path
     count: int
     primary_experts: int
+    batch: int
     device: str
     dtype: str
     max_tokens: int | None
@@ -99,28 +102,30 @@ class Steps:
         )
 
 
-def memory_need(kind: Outline, dtype: torch.dtype, samples: Sequence[Encoded]) -> Need:
-    """Most memory that measuring takes: one sample is at work at a time."""
+def memory_need(kind: Outline, dtype: torch.dtype, samples: Sequence[Encoded], batch: int) -> Need:
+    """Most memory that measuring takes: one sample is at work at a time, dealt to steps of `batch` rows."""
     longest = max(s.length for s in samples)
     answer = max(len(s.answer) for s in samples)
     states = len(kind.layers) * longest * kind.hidden * dtype.itemsize
     keys_values = 2 * kind.cached * longest * dtype.itemsize
     logits = answer * kind.vocabulary * (dtype.itemsize + 8)
     # A sequence as it passes through, with room for attention and what experts widen it to.
+    # Each step's own view of a layer's similarities.
+    steps = -(-answer // batch) * kind.experts**2 * 8
     passing = (16 + 2 * kind.top_k) * longest * kind.hidden * 4
     return Need(
         model=kind.parameters * dtype.itemsize,
         sums=8 * (len(kind.layers) * kind.experts + len(samples)),
-        work=states + keys_values + logits + passing,
+        work=states + keys_values + logits + passing + steps,
     )
 
 
 def measure_protection(task: ProtectionTask, samples: Sequence[Sample]) -> None:
-    """Measure what moving away from each expert costs, and write the marks to `task.out`.
+    """Measure what re-routing away from each expert costs, and write the marks to `task.out`.
 
-    Every expert of every layer has its secondary slots moved, alone, to its most similar other expert,
-    in the rows that a server decodes (`harness.calibration.answers`). Its cost is what that adds to
-    the mean loss of the answers' tokens.
+    Answers are read with everything re-routed in the rows that a server decodes, and again with every
+    expert of every layer protected in turn (`harness.calibration.answers`). Its cost is what that takes
+    off the mean loss of the answers' tokens.
 
     Sums are saved beside `task.out` (`partial_file`). The same call goes on from the (sample, layer,
     expert) that they end with, to what it would have come to without a stop; `count` may be another.
@@ -145,13 +150,13 @@ def measure_protection(task: ProtectionTask, samples: Sequence[Sample]) -> None:
         layer_indices=kind.layers,
     )
     encoded = encode_samples(load_tokenizer(task.model), samples, task.max_tokens)
-    targets = most_similar(similarity)
     partial = Partial(
         partial_file(task.out),
         {
             "model": model_hash,
-            "similarity": samples_hash([Encoded((), tuple(row)) for row in targets.tolist()]),
+            "similarity": hashlib.sha256(similarity.numpy().tobytes()).hexdigest(),
             "primary_experts": str(task.primary_experts),
+            "batch": str(task.batch),
             "data": samples_hash(encoded),
             "samples": str(len(encoded)),
             "max_tokens": str(task.max_tokens),
@@ -161,7 +166,7 @@ def measure_protection(task: ProtectionTask, samples: Sequence[Sample]) -> None:
         },
     )
     saved = partial.load()
-    need = memory_need(kind, dtype, encoded)
+    need = memory_need(kind, dtype, encoded, task.batch)
     free = {where: free_bytes(where) for where in {"cpu", task.device}}
     left_out = len(samples) - len(encoded)
     print(_announcement(task, kind, need, encoded, left_out, free[task.device]), file=sys.stderr)
@@ -171,11 +176,11 @@ def measure_protection(task: ProtectionTask, samples: Sequence[Sample]) -> None:
     steps = Steps(tuple(len(s.answer) for s in encoded), kind.layers, kind.depth, kind.experts)
     if saved:
         print(
-            f"going on after {saved.done} of {len(steps)} re-routings ({partial.path})",
+            f"going on after {saved.done} of {len(steps)} experts ({partial.path})",
             file=sys.stderr,
         )
     model = load_model(task.model, task.device, dtype)
-    sums = _sum_up(model, encoded, targets, steps, task.primary_experts, partial, saved)
+    sums = _sum_up(model, encoded, similarity, steps, task, partial, saved)
     tokens = sum(steps.answers)
     increases = sums["increases"] / tokens
     marks = mark_costliest(increases, task.count)
@@ -183,7 +188,7 @@ def measure_protection(task: ProtectionTask, samples: Sequence[Sample]) -> None:
         task.out,
         marks,
         Provenance(
-            measure=f"loss_increase_k{task.primary_experts}",
+            measure=f"loss_increase_k{task.primary_experts}_b{task.batch}",
             model_sha256=model_hash,
             data_sha256=samples_hash(encoded),
             layer_indices=kind.layers,
@@ -191,36 +196,36 @@ def measure_protection(task: ProtectionTask, samples: Sequence[Sample]) -> None:
         increases,
     )
     partial.drop()
-    print(_result(increases, marks.bool(), float(sums["plain"].sum()) / tokens), file=sys.stderr)
+    print(_result(increases, marks.bool(), float(sums["moved"].sum()) / tokens), file=sys.stderr)
 
 
 def _sum_up(
     model: nn.Module,
     samples: Sequence[Encoded],
-    targets: Tensor,
+    similarity: Tensor,
     steps: Steps,
-    primary_experts: int,
+    task: ProtectionTask,
     partial: Partial,
     saved: Progress | None,
 ) -> dict[str, Tensor]:
-    """Loss increases summed over samples, float64 [layers, E], and plain losses, float64 [samples]."""
+    """Loss increases summed over samples, float64 [layers, E], and re-routed losses, float64 [samples]."""
     sums = saved.tensors if saved else {
-        "increases": torch.zeros(targets.shape, dtype=torch.float64),
-        "plain": torch.zeros(len(samples), dtype=torch.float64),
+        "increases": torch.zeros(similarity.shape[:2], dtype=torch.float64),
+        "moved": torch.zeros(len(samples), dtype=torch.float64),
     }  # fmt: skip
     done = saved.done if saved else 0
-    aims: list[list[int]] = targets.tolist()
     reporter = Reporter("protection", steps.cost(len(steps)), steps.cost(done))
     at, loss, last_saved = -1, None, time.monotonic()
     try:
         for step in range(done, len(steps)):
             sample, layer, expert = steps.at(step)
             if loss is None or sample != at:
-                at, loss = sample, AnswerLoss(model, samples[sample], primary_experts)
-                sums["plain"][sample] = finite(loss(None), None)
-            reroute = Reroute(layer, expert, aims[layer][expert])
-            plain = float(sums["plain"][sample])
-            sums["increases"][layer, expert] += finite(loss(reroute), reroute) - plain
+                at = sample
+                loss = AnswerLoss(model, samples[at], similarity, task.primary_experts, task.batch)
+                sums["moved"][sample] = finite(loss(None), None)
+            spared = Spared(layer, expert)
+            moved = float(sums["moved"][sample])
+            sums["increases"][layer, expert] += moved - finite(loss(spared), spared)
             if time.monotonic() - last_saved >= SAVE_S and step + 1 < len(steps):
                 partial.save(step + 1, sums)
                 last_saved = time.monotonic()
@@ -259,11 +264,11 @@ def _announcement(
     )
 
 
-def _result(increases: Tensor, marked: Tensor, plain: float) -> str:
+def _result(increases: Tensor, marked: Tensor, moved: float) -> str:
     """What was found, in one line; `marked`: bool [layers, E]."""
     others = increases[~marked]
     rest = f", another {float(others.mean()):+.6f}" if others.numel() else ""
     return (
-        f"loss {plain:.4f} nats a token of answers; moving away from a marked expert adds "
-        f"{float(increases[marked].mean()):+.6f} on average{rest}"
+        f"loss {moved:.4f} nats a token of answers with everything re-routed; of that, moving away from "
+        f"a marked expert is {float(increases[marked].mean()):+.6f} on average{rest}"
     )

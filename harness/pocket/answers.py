@@ -16,6 +16,7 @@ from harness.pocket.network import Experts, Network, TextBlock, positions_of
 from harness.pocket.special import token_id
 from harness.pocket.world.batch import Minibatch
 from harness.pocket.world.draw import MERGED
+from kernels.sere.reference import sere_by_step
 
 IMAGE_PAD = token_id("<|image_pad|>")
 
@@ -134,3 +135,67 @@ def tail_of(network: Network, batch: Minibatch) -> Tail:
         decoded=(step > 0).expand_as(at),
         target=tokens[item, (at + 1).clamp(max=end - 1)],
     )
+
+
+@dataclass(frozen=True)
+class Moments:
+    """When the rows of a tail are decoded.
+
+    Attributes:
+        of: int64 [rows used], number of the step, -1 for rows that no step decodes.
+        age: int64 [rows used], tokens of the answer before it.
+        count: steps.
+    """
+
+    of: Tensor
+    age: Tensor
+    count: int
+
+
+def moments(tail: Tail, batch: int, seed: int) -> Moments:
+    """Group a tail's requests into batches, each request starting at a moment of its own."""
+    items, rows = tail.used.shape
+    start = torch.randint(rows, (items,), generator=torch.Generator().manual_seed(seed))
+    step = (start[:, None] + torch.arange(rows)) % rows
+    number = torch.arange(items)[:, None] // batch * rows + step
+    number = number.masked_fill(~tail.decoded, -1)
+    age = torch.arange(rows).expand(items, rows)
+    return Moments(number[tail.used], age[tail.used], -(-items // batch) * rows)
+
+
+def reroute(
+    weights: Tensor,
+    when: Moments,
+    primary: Tensor | int,
+    similarity: Tensor,
+    threshold: float,
+    protected: Tensor,
+    slots: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """SERE of all steps at once, see `kernels.sere.reference.sere_by_step`.
+
+    Args:
+        weights: float32 [rows, E], zero but for a row's `slots` experts.
+        when: the rows' steps; rows of none are left alone.
+        primary: K, of all rows or int64 [rows].
+        similarity: float [E, E].
+        threshold: rho.
+        protected: bool [E].
+        slots: experts of a row.
+
+    Returns:
+        New weights, and the distinct experts of each step before and after, [steps] each.
+    """
+    total = weights.shape[1]
+    shares, ids = (t[:, :slots] for t in weights.sort(dim=1, descending=True, stable=True))
+    moved = sere_by_step(
+        ids, shares, when.of, when.count, similarity, protected, primary, threshold
+    )
+
+    def distinct(experts: Tensor) -> Tensor:
+        at = torch.where(when.of < 0, when.count, when.of)[:, None] * total + experts
+        flags = torch.zeros((when.count + 1) * total, dtype=torch.bool)
+        return flags.index_fill(0, at.flatten(), True).view(-1, total)[:-1].sum(1)
+
+    after = torch.zeros_like(weights).scatter_add(1, moved, shares)
+    return after, distinct(ids), distinct(moved)

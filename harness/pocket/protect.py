@@ -1,9 +1,9 @@
 """``python -m harness.pocket.protect``: mark the pocket model's protected experts, beside its weights.
 
-An expert is worth protecting if moving away from it makes right answers less likely, see
+An expert is worth protecting if re-routing away from it makes right answers less likely, see
 `harness.calibration.protection`. Here that is measured on the training split, teacher-forced: the
-rows of answers, which serving decodes, have the expert's secondary slots moved to its most similar
-expert; the rows of prompts, which serving prefills, keep their routes.
+rows of answers, which serving decodes, are re-routed as in batches of requests, each at a moment of its
+own; the rows of prompts, which serving prefills, keep their routes.
 
 Only what changes is computed. Answers come last, so prompts' keys and values are computed once; and an
 expert of one layer changes nothing below that layer.
@@ -17,6 +17,7 @@ import random
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,11 +27,20 @@ from torch.nn import functional
 
 from harness.calibration import PROTECTION_FILE, SIMILARITY_FILE
 from harness.calibration.fingerprint import model_fingerprint
-from harness.calibration.protection import Reroute, loss_increases, mark_costliest
+from harness.calibration.protection import Spared, loss_increases, mark_costliest
 from harness.calibration.similarity import Provenance, load_similarity, save_protection
 from harness.endings import ended
 from harness.pocket import cache, sheets
-from harness.pocket.answers import Tail, attend, blocks, tail_of, used_experts
+from harness.pocket.answers import (
+    Moments,
+    Tail,
+    attend,
+    blocks,
+    moments,
+    reroute,
+    tail_of,
+    used_experts,
+)
 from harness.pocket.model import FOLDER, WEIGHTS_FILE, one_thread
 from harness.pocket.network import Network, TextBlock, expert_weights
 from harness.pocket.recipe import Recipe
@@ -43,6 +53,8 @@ PROTECTED = 4
 """Experts marked in each layer."""
 PRIMARY_EXPERTS = 2
 """K: a row's heaviest slots, which re-routing leaves alone."""
+BATCH = 8
+"""Requests that decode together."""
 BATCHES: Mapping[str, tuple[int, int]] = {"ocr": (24, 16), "cc": (12, 16), "rag": (8, 8)}
 """Minibatches and items of each, by task."""
 IMAGE_PAD = token_id("<|image_pad|>")
@@ -73,50 +85,88 @@ class AnswerLoss:
     A task's loss is the mean over its answers' tokens [nats].
     """
 
+    @torch.inference_mode()
     def __init__(
         self,
         network: Network,
         batches: Mapping[str, Sequence[Minibatch]],
+        similarity: Tensor,
         primary_experts: int = PRIMARY_EXPERTS,
     ) -> None:
         self._network = network
         self._primary = primary_experts
-        self._tails = {t: [tail_of(network, b) for b in found] for t, found in batches.items()}
+        self._similarity = similarity
+        self._tails: dict[str, list[_Asked]] = {}
+        for task, found in batches.items():
+            self._tails[task] = []
+            for number, batch in enumerate(found):
+                tail = tail_of(network, batch)
+                asked = _Asked(tail, moments(tail, BATCH, number), [tail.states[0]])
+                asked.total = self._total(asked, None)
+                self._tails[task].append(asked)
 
     @torch.inference_mode()
-    def __call__(self, reroute: Reroute | None) -> float:
-        """The loss with one expert's secondary slots moved in the rows of answers."""
+    def __call__(self, spared: Spared | None) -> float:
+        """The loss with everything re-routed in the rows of answers, but one expert if one is spared."""
         means = []
-        for tails in self._tails.values():
-            total = sum(self._total(tail, reroute) for tail in tails)
-            means.append(total / sum(int(tail.used.sum()) for tail in tails))
+        for asked in self._tails.values():
+            total = sum(a.total if spared is None else self._total(a, spared) for a in asked)
+            means.append(total / sum(int(a.tail.used.sum()) for a in asked))
         return sum(means) / len(means)
 
-    def _total(self, tail: Tail, reroute: Reroute | None) -> float:
-        first = reroute.layer if reroute else 0
-        x = tail.states[first]
+    def _total(self, asked: _Asked, spared: Spared | None) -> float:
+        """Summed over a batch's tokens; the first time, what goes into each layer is kept."""
+        tail, first = asked.tail, spared.layer if spared else 0
+        x = asked.states[first]
         for number, block in enumerate(blocks(self._network)[first:], first):
             if number > first:
                 x = x + attend(block, x, tail, tail.past[number])
-            x = x + self._mix(block, x, tail, reroute if number == first else None)
+                if spared is None:
+                    asked.states.append(x)
+            own = spared.expert if spared is not None and number == first else None
+            x = x + self._mix(block, x, asked, number, own)
         said = self._network.model.language_model.norm(x[tail.used])
         logits = self._network.lm_head(said)
         return float(functional.cross_entropy(logits, tail.target[tail.used], reduction="sum"))
 
-    def _mix(self, block: TextBlock, x: Tensor, tail: Tail, reroute: Reroute | None) -> Tensor:
-        rows = block.post_attention_layernorm(x[tail.used])
-        weights = expert_weights(block.mlp.gate(rows), block.mlp.top_k)
-        if reroute is not None:
-            _, away, to = reroute
-            own = weights[:, away]
-            rank = (weights > own[:, None]).sum(1)
-            moves = (own > 0) & (rank >= self._primary) & tail.decoded[tail.used]
-            moved = torch.where(moves, own, 0.0)
-            weights[:, to] += moved
-            weights[:, away] -= moved
+    def _mix(
+        self, block: TextBlock, x: Tensor, asked: _Asked, number: int, spared: int | None
+    ) -> Tensor:
+        used = asked.tail.used
+        rows = block.post_attention_layernorm(x[used])
+        slots = block.mlp.top_k
+        weights = expert_weights(block.mlp.gate(rows), slots)
+        protected = torch.zeros(weights.shape[1], dtype=torch.bool)
+        if spared is not None:
+            protected[spared] = True
+        weights, _, _ = reroute(
+            weights, asked.when, self._primary, self._similarity[number], 0.0, protected, slots
+        )
         y = torch.zeros_like(x)
-        y[tail.used] = used_experts(block.mlp.experts, rows, weights)
+        y[used] = used_experts(block.mlp.experts, rows, weights)
         return y
+
+
+@dataclass
+class _Asked:
+    """A batch of answers: when its rows are decoded, and what is kept of it with everything re-routed.
+
+    Attributes:
+        states: float32 [B, R, hidden], what goes into each layer.
+        total: summed loss.
+    """
+
+    tail: Tail
+    when: Moments
+    states: list[Tensor]
+    total: float = 0.0
+
+
+def costs_of(network: Network, similarity: Tensor, primary_experts: int) -> Tensor:
+    """What re-routing away from each expert costs on the training split, float64 [layers, E]."""
+    layers, experts, _ = similarity.shape
+    loss = AnswerLoss(network, held_in_batches(seed=0), similarity, primary_experts)
+    return loss_increases(loss, layers, experts)
 
 
 def mark(folder: Path, count: int = PROTECTED) -> Tensor:
@@ -139,9 +189,10 @@ def mark(folder: Path, count: int = PROTECTED) -> Tensor:
     )
     with one_thread():
         batches = held_in_batches(seed=0)
-        increases = loss_increases(AnswerLoss(load_network(folder), batches), similarity)
+        loss = AnswerLoss(load_network(folder), batches, similarity)
+        increases = loss_increases(loss, r.layers, r.experts)
     provenance = Provenance(
-        measure=f"loss_increase_k{PRIMARY_EXPERTS}",
+        measure=f"loss_increase_k{PRIMARY_EXPERTS}_b{BATCH}",
         model_sha256=model,
         data_sha256=_hash(batches),
         layer_indices=tuple(range(r.layers)),

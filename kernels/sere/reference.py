@@ -103,6 +103,45 @@ def sere(
     return torch.where(decode & ~primary & (ids >= 0) & (ids < experts), moved, ids)
 
 
+def sere_by_step(
+    ids: Tensor,
+    weights: Tensor,
+    step: Tensor,
+    steps: int,
+    similarity: Tensor,
+    protected: Tensor,
+    primary_experts: Tensor | int,
+    threshold: float = 0.0,
+) -> Tensor:
+    """`sere` of many decode steps at once, as when known answers are read in one pass.
+
+    Args:
+        ids: [rows, slots] integer in 0 … E - 1.
+        weights: [rows, slots] float.
+        step: [rows] int64, number of the step that decodes a row; -1 for rows that none does, which
+            keep their routes and lend nothing.
+        steps: how many.
+        similarity, protected, threshold: as for `sere`.
+        primary_experts: K >= 1, of all rows or [rows].
+
+    Returns:
+        [rows, slots], dtype of `ids`.
+    """
+    experts = similarity.shape[0]
+    decode = (step >= 0).unsqueeze(1)
+    own = torch.as_tensor(primary_experts, device=ids.device).reshape(-1, 1)
+    secondary = decode & (slot_ranks(ids, weights) >= own)
+    # One row more than there are steps, for slots that do not count.
+    at = torch.where(decode & ~secondary, step.unsqueeze(1), steps) * experts + ids.long()
+    flags = torch.zeros((steps + 1) * experts, dtype=torch.bool, device=ids.device)
+    reads = flags.index_fill(0, at.flatten(), True).view(-1, experts)[:steps]
+    best, target = similarity.masked_fill(~reads.unsqueeze(1), -torch.inf).max(dim=2)
+    moves = (best >= threshold) & ~reads & ~protected
+    table = torch.where(moves, target, torch.arange(experts, device=ids.device)).to(ids.dtype)
+    moved = table[step.clamp(min=0)].gather(1, ids.long())
+    return torch.where(secondary, moved, ids)
+
+
 def topk(
     ids: Tensor,
     weights: Tensor,

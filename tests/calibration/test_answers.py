@@ -9,12 +9,13 @@ from torch.nn import functional
 
 from harness.calibration.answers import AnswerLoss
 from harness.calibration.checkpoints import decoder_layers, moe_blocks
-from harness.calibration.protection import Reroute
+from harness.calibration.protection import Spared, pretended_steps
 from harness.calibration.samples import Encoded
 from harness.calibration.similarity import CalibrationError
+from kernels.sere import reference
 from tests.calibration import tiny
 
-PRIMARY = 2
+PRIMARY, BATCH = 2, 3
 
 
 def drawn(prompt: int, answer: int, seed: int) -> Encoded:
@@ -23,32 +24,49 @@ def drawn(prompt: int, answer: int, seed: int) -> Encoded:
     return Encoded(tuple(ids[:prompt]), tuple(ids[prompt:]))
 
 
-SAMPLE = drawn(9, 6, 1)
+SAMPLE = drawn(9, 12, 1)
+
+
+def similarities(layers: int = tiny.LAYERS) -> torch.Tensor:
+    """Of random experts; each layer's its own."""
+    own = torch.Generator().manual_seed(5)
+    return torch.rand(layers, tiny.EXPERTS, tiny.EXPERTS, generator=own)
 
 
 @torch.inference_mode()
-def whole(model: nn.Module, sample: Encoded, reroute: Reroute | None) -> float:
-    """The same loss from one pass over everything, with what the router says replaced."""
+def whole(
+    model: nn.Module, sample: Encoded, spared: Spared | None, similarity: torch.Tensor
+) -> float:
+    """The same loss from one pass over everything, step by step with the reference, at the routers."""
     start = len(sample.prompt)
+    rows = start + len(sample.answer)
+    # The last token of the answer is said, not read.
+    decoded = (torch.arange(rows) >= start) & (torch.arange(rows) < rows - 1)
+    step, steps = pretended_steps(decoded, BATCH)
 
-    def route(
-        _gate: nn.Module, _args: object, said: tuple[torch.Tensor, ...]
-    ) -> tuple[object, ...]:
-        logits, weights, ids = said
-        ids = ids.clone()
-        assert reroute is not None
-        for row in range(start, len(ids)):  # the router's slots are sorted by weight
-            for slot in range(PRIMARY, tiny.TOP_K):
-                if ids[row, slot] == reroute.expert:
-                    ids[row, slot] = reroute.target
-        return logits, weights, ids
+    def router(layer: int) -> object:
+        def route(
+            _gate: nn.Module, _args: object, said: tuple[torch.Tensor, ...]
+        ) -> tuple[object, ...]:
+            logits, weights, ids = said
+            protected = torch.zeros(tiny.EXPERTS, dtype=torch.bool)
+            if spared is not None and spared.layer == layer:
+                protected[spared.expert] = True
+            ids = ids.clone()
+            for own in (step == i for i in range(steps)):
+                kinds = torch.full((int(own.sum()),), reference.DECODE)
+                ids[own] = reference.sere(
+                    ids[own], weights[own], kinds, similarity[layer], protected, PRIMARY, 0.0
+                )
+            return logits, weights, ids
+
+        return route
 
     hooks = []
-    if reroute is not None:
-        block = list(moe_blocks(model).values())[reroute.layer]
+    for layer, block in enumerate(moe_blocks(model).values()):
         gate = block.gate
         assert isinstance(gate, nn.Module)
-        hooks.append(gate.register_forward_hook(route))
+        hooks.append(gate.register_forward_hook(router(layer)))  # type: ignore[arg-type]
     ids = torch.tensor([sample.prompt + sample.answer])
     logits = model(input_ids=ids, use_cache=False).logits[0]
     for hook in hooks:
@@ -57,25 +75,30 @@ def whole(model: nn.Module, sample: Encoded, reroute: Reroute | None) -> float:
     return float(functional.cross_entropy(said, ids[0, start:], reduction="sum"))
 
 
+def loss_of(model: nn.Module, sample: Encoded, layers: int = tiny.LAYERS) -> AnswerLoss:
+    return AnswerLoss(model, sample, similarities(layers), PRIMARY, BATCH)
+
+
 @pytest.mark.parametrize("family", tiny.FAMILIES)
 def test_the_short_cuts_change_nothing(family: str) -> None:
     model = tiny.model(family)
-    loss = AnswerLoss(model, SAMPLE, PRIMARY)
+    loss = loss_of(model, SAMPLE)
     shares_the_prompt = family != "qwen3_5_moe"
-    assert loss.rows == (5 if shares_the_prompt else 14)
-    plain = whole(model, SAMPLE, None)
-    assert loss(None) == pytest.approx(plain, rel=1e-5)
-    increases = []
+    assert loss.rows == (11 if shares_the_prompt else 20)
+    similarity = similarities()
+    moved = whole(model, SAMPLE, None, similarity)
+    assert loss(None) == pytest.approx(moved, rel=1e-5)
+    differences = []
     for layer in range(tiny.LAYERS):
         for expert in range(tiny.EXPERTS):
-            reroute = Reroute(layer, expert, (expert + 3) % tiny.EXPERTS)
-            want = whole(model, SAMPLE, reroute)
-            assert loss(reroute) == pytest.approx(want, rel=1e-5, abs=1e-5), reroute
-            increases.append(abs(want - plain))
-    assert sum(x > 1e-3 for x in increases) > 5
+            spared = Spared(layer, expert)
+            want = whole(model, SAMPLE, spared, similarity)
+            assert loss(spared) == pytest.approx(want, rel=1e-5, abs=1e-5), spared
+            differences.append(abs(want - moved))
+    assert sum(x > 1e-3 for x in differences) > 5
     # Nothing stays behind, and the same is said again.
-    assert whole(model, SAMPLE, None) == plain
-    again = Reroute(1, 0, 3)
+    assert whole(model, SAMPLE, None, similarity) == moved
+    again = Spared(1, 0)
     assert loss(again) == loss(again)
     for layer in decoder_layers(model):
         assert "forward" not in vars(layer)
@@ -84,24 +107,24 @@ def test_the_short_cuts_change_nothing(family: str) -> None:
 
 def test_layers_below_are_not_run() -> None:
     model = tiny.model("qwen3_moe")
-    loss = AnswerLoss(model, SAMPLE, PRIMARY)
+    loss = loss_of(model, SAMPLE)
     ran: list[int] = []
     for number, layer in enumerate(decoder_layers(model)):
         norm = layer.input_layernorm
         assert isinstance(norm, nn.Module)
         norm.register_forward_hook(lambda *_, number=number: ran.append(number))
     for expert in range(tiny.EXPERTS):
-        loss(Reroute(1, expert, (expert + 1) % tiny.EXPERTS))
-    assert len(ran) > 3 and set(ran) == {1}
+        loss(Spared(1, expert))
+    assert len(ran) > 1 and set(ran) == {1}
 
 
-def test_experts_that_no_decoded_row_has_are_not_tried() -> None:
+def test_experts_that_no_row_is_moved_away_from_are_not_tried() -> None:
     model = tiny.model("qwen3_moe")
-    loss = AnswerLoss(model, drawn(5, 2, 3), PRIMARY)  # one decoded row, of two secondary slots
+    loss = loss_of(model, drawn(5, 2, 3))  # one decoded row, of two secondary slots
     runs = []
     model.register_forward_pre_hook(lambda *_: runs.append(1))
     changed = [
-        loss(Reroute(layer, expert, 0 if expert else 1)) != loss(None)
+        loss(Spared(layer, expert)) != loss(None)
         for layer in range(tiny.LAYERS)
         for expert in range(tiny.EXPERTS)
     ]
@@ -111,9 +134,10 @@ def test_experts_that_no_decoded_row_has_are_not_tried() -> None:
 def test_an_answer_of_one_token_is_said_by_the_prompt() -> None:
     model = tiny.model("qwen3_moe")
     sample = drawn(5, 1, 4)
-    loss = AnswerLoss(model, sample, PRIMARY)
+    loss = loss_of(model, sample)
     assert loss.rows == 0
-    assert loss(Reroute(0, 1, 2)) == loss(None) == pytest.approx(whole(model, sample, None))
+    want = whole(model, sample, None, similarities())
+    assert loss(Spared(0, 1)) == loss(None) == pytest.approx(want)
 
 
 def test_the_layers_between_count_too() -> None:
@@ -124,11 +148,12 @@ def test_the_layers_between_count_too() -> None:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = type(tiny.model("qwen3_moe"))(config).eval()
-    loss = AnswerLoss(model, SAMPLE, PRIMARY)
+    loss = loss_of(model, SAMPLE, 2)
     for layer in range(2):
         for expert in range(tiny.EXPERTS):
-            reroute = Reroute(layer, expert, (expert + 1) % tiny.EXPERTS)
-            assert loss(reroute) == pytest.approx(whole(model, SAMPLE, reroute), rel=1e-5)
+            spared = Spared(layer, expert)
+            want = whole(model, SAMPLE, spared, similarities(2))
+            assert loss(spared) == pytest.approx(want, rel=1e-5)
 
 
 def test_routes_that_come_another_way_are_refused() -> None:
@@ -144,5 +169,5 @@ def test_routes_that_come_another_way_are_refused() -> None:
 
     block.forward = forward
     with pytest.raises(CalibrationError, match="takes its routes in another way"):
-        AnswerLoss(model, SAMPLE, PRIMARY)
+        loss_of(model, SAMPLE)
     assert not any(module._forward_pre_hooks for module in model.modules())

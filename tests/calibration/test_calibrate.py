@@ -33,7 +33,7 @@ from harness.calibration.answers import AnswerLoss
 from harness.calibration.checkpoints import load_tokenizer, moe_blocks, outline
 from harness.calibration.fingerprint import model_fingerprint
 from harness.calibration.measures import CkaAccumulator
-from harness.calibration.protection import Reroute, mark_costliest, most_similar
+from harness.calibration.protection import Spared, mark_costliest
 from harness.calibration.samples import encode_samples, read_samples
 from harness.calibration.similarity import (
     CalibrationError,
@@ -396,23 +396,20 @@ def test_protection_of_every_family(
         model_hash=model_fingerprint(folder),
         layer_indices=(0, 1),
     )
-    targets = most_similar(load_similarity(matrices, **SHAPE)).tolist()
-    losses = [AnswerLoss(tiny.model(family), sample, 2) for sample in samples]
+    similarity = load_similarity(matrices, **SHAPE)
+    losses = [AnswerLoss(tiny.model(family), sample, similarity, 2, 8) for sample in samples]
     want = torch.tensor(
         [
-            [
-                sum(x(Reroute(i, e, to)) - x(None) for x in losses) / tokens
-                for e, to in enumerate(row)
-            ]
-            for i, row in enumerate(targets)
+            [sum(x(None) - x(Spared(i, e)) for x in losses) / tokens for e in range(8)]
+            for i in range(2)
         ],
         dtype=torch.float64,
     )
     assert want.abs().max() > 1e-4
     assert torch.equal(marks, mark_costliest(want, 3))
     with safe_open(folder / PROTECTION_FILE, framework="pt") as file:
-        torch.testing.assert_close(file.get_tensor("loss_increase"), want)
-        assert file.metadata()["measure"] == "loss_increase_k2"
+        torch.testing.assert_close(file.get_tensor("loss_increase"), want, rtol=0, atol=2e-6)
+        assert file.metadata()["measure"] == "loss_increase_k2_b8"
 
 
 def test_a_stopped_protection_goes_on_to_the_same_bytes(
@@ -509,7 +506,7 @@ def test_similarity_of_another_model_and_losses_that_overflow(
     provenance = Provenance("frobenius", model_fingerprint(broken), "0" * 64, (0, 1))
     save_similarity(matrices, load_similarity(similarity, **SHAPE), provenance)
     line = refused(capsys, "protection", **{**given, "model": broken, "similarity": matrices})
-    assert "the loss with nothing re-routed is nan; run the model in a wider type" in line
+    assert "the loss with everything re-routed is nan; run the model in a wider type" in line
 
 
 def test_steps_and_their_costs() -> None:

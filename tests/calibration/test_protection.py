@@ -6,56 +6,49 @@ import pytest
 import torch
 
 from harness.calibration.protection import (
-    Reroute,
+    Spared,
     loss_increases,
     mark_costliest,
-    most_similar,
-    rerouted,
-    secondary_slots,
+    pretended_steps,
 )
 from harness.calibration.similarity import CalibrationError
 
-SIMILARITY = torch.tensor(
-    [
-        [[1.0, 0.2, 0.9], [0.2, 1.0, 0.2], [0.9, 0.3, 1.0]],
-        [[1.0, 0.0, 0.0], [0.5, 1.0, 0.6], [0.0, 0.0, 1.0]],
-    ]
-)
+
+@pytest.mark.parametrize("batch", [1, 3, 8, 100])
+def test_decoded_rows_are_dealt_to_steps_of_a_batch(batch: int) -> None:
+    decoded = torch.arange(20) >= 4
+    steps, count = pretended_steps(decoded, batch)
+    assert (steps[:4] == -1).all()
+    sizes = steps[4:].bincount(minlength=count).tolist()
+    assert sum(sizes) == 16 and len(sizes) == count
+    assert all(size == batch for size in sizes[:-1]) and 1 <= sizes[-1] <= batch
+    assert torch.equal(pretended_steps(decoded, batch)[0], steps)
+    # Neighbours of an answer are not each other's company.
+    assert batch > 15 or steps[4:].tolist() != sorted(steps[4:].tolist())
 
 
-def test_most_similar_other_expert_lowest_on_ties() -> None:
-    assert most_similar(SIMILARITY).tolist() == [[2, 0, 0], [1, 2, 0]]
-
-
-def test_only_light_slots_of_decoded_rows_are_moved() -> None:
-    ids = torch.tensor([[0, 1, 2], [2, 0, 1], [2, 0, 1]])
-    weights = torch.tensor([[0.2, 0.5, 0.3], [0.3, 0.4, 0.3], [0.5, 0.3, 0.2]])
-    decoded = torch.tensor([True, True, False])
-    secondary = secondary_slots(ids, weights, decoded, 2)
-    # Of equal weights the lower expert is the heavier.
-    assert secondary.int().tolist() == [[1, 0, 0], [1, 0, 0], [0, 0, 0]]
-    assert rerouted(ids, secondary, Reroute(0, 0, 2)).tolist() == [[2, 1, 2], [2, 0, 1], [2, 0, 1]]
-    assert rerouted(ids, secondary, Reroute(0, 1, 2)).tolist() == ids.tolist()
-    assert secondary_slots(ids, weights, decoded, 3).sum() == 0
+def test_no_decoded_row_makes_no_step() -> None:
+    steps, count = pretended_steps(torch.zeros(3, dtype=torch.bool), 4)
+    assert (steps.tolist(), count) == ([-1, -1, -1], 0)
 
 
 def test_asks_for_every_expert_once_in_order() -> None:
-    asked: list[Reroute | None] = []
+    asked: list[Spared | None] = []
 
-    def loss(reroute: Reroute | None) -> float:
-        asked.append(reroute)
-        return 2.0 if reroute is None else 2.0 + reroute.expert - reroute.layer
+    def loss(spared: Spared | None) -> float:
+        asked.append(spared)
+        return 2.0 if spared is None else 2.0 - spared.expert + spared.layer
 
-    increases = loss_increases(loss, SIMILARITY)
-    assert asked == [None, (0, 0, 2), (0, 1, 0), (0, 2, 0), (1, 0, 1), (1, 1, 2), (1, 2, 0)]
+    increases = loss_increases(loss, 2, 3)
+    assert asked == [None, (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
     assert increases.tolist() == [[0, 1, 2], [-1, 0, 1]]
 
 
 def test_a_loss_that_is_no_number_is_refused() -> None:
-    with pytest.raises(CalibrationError, match="nothing re-routed is nan"):
-        loss_increases(lambda _: float("nan"), SIMILARITY)
-    with pytest.raises(CalibrationError, match="expert=0, target=2"):
-        loss_increases(lambda r: float("inf") if r else 1.0, SIMILARITY)
+    with pytest.raises(CalibrationError, match="everything re-routed is nan"):
+        loss_increases(lambda _: float("nan"), 2, 3)
+    with pytest.raises(CalibrationError, match=r"Spared\(layer=0, expert=0\) spared is inf"):
+        loss_increases(lambda r: float("inf") if r else 1.0, 2, 3)
 
 
 def test_marks_the_costliest_lowest_id_on_ties() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from harness.calibration import PROTECTION_FILE
 from harness.calibration.fingerprint import model_fingerprint
-from harness.calibration.protection import Reroute, mark_costliest
+from harness.calibration.protection import Spared, mark_costliest
 from harness.calibration.similarity import load_protection
 from harness.pocket import cache, protect
 from harness.pocket.answers import IMAGE_PAD
@@ -23,6 +23,7 @@ from harness.pocket.recipe import Recipe
 from harness.pocket.special import token_id
 from harness.pocket.world.batch import Minibatch
 from harness.pocket.world.draw import MERGED
+from kernels.sere import reference
 
 
 @pytest.fixture(autouse=True)
@@ -54,21 +55,28 @@ def first_answers(batch: Minibatch) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def whole(network: Network, batches: dict[str, list[Minibatch]], reroute: Reroute | None) -> float:
-    """The same loss from whole conversations, with the layer's own forward replaced."""
+def whole(
+    network: Network,
+    batches: dict[str, list[Minibatch]],
+    similarity: torch.Tensor,
+    spared: Spared | None,
+) -> float:
+    """The same loss from whole conversations, with every layer's own forward replaced."""
     means = []
     for found in batches.values():
         total, count = 0.0, 0
-        for batch in found:
+        for number, batch in enumerate(found):
             answer = first_answers(batch)
             height, width = batch.pixels.shape[2:]
             grid = (height // MERGED, width // MERGED)
             positions = positions_of(batch.tokens, IMAGE_PAD, grid)
             vision = network.encode(batch.pixels.float() / 127.5 - 1)
+            steps = steps_of(answer, number)
             with pytest.MonkeyPatch.context() as patch:
-                if reroute is not None:
-                    block = network.model.language_model.layers[reroute.layer].mlp
-                    patch.setattr(block, "forward", moved(block, reroute, answer.flatten()))
+                for layer, block in enumerate(network.model.language_model.layers):
+                    expert = spared.expert if spared and spared.layer == layer else None
+                    replaced = moved(block.mlp, similarity[layer], steps, expert)
+                    patch.setattr(block.mlp, "forward", replaced)
                 hidden = network(vision, batch.tokens, positions).hidden
             logits = network.lm_head(hidden)[:, :-1].flatten(0, 1)
             target = batch.tokens.where(answer, -100)[:, 1:].flatten()
@@ -78,15 +86,38 @@ def whole(network: Network, batches: dict[str, list[Minibatch]], reroute: Rerout
     return sum(means) / len(means)
 
 
-def moved(block: MixtureOfExperts, reroute: Reroute, decoded: torch.Tensor):  # type: ignore[no-untyped-def]
+def steps_of(answer: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    """Rows, of all that a batch of conversations has, that decode together: as `moments` says."""
+    items, width = answer.shape
+    rows = int(answer.sum(1).max()) + 1
+    start = torch.randint(rows, (items,), generator=torch.Generator().manual_seed(seed)).tolist()
+    found: dict[tuple[int, int], list[int]] = {}
+    for item in range(items):
+        # The row before says the first token and is prefilled; the last token is said and never read.
+        for age, at in enumerate(answer[item].nonzero()[:-1, 0].tolist(), 1):
+            step = (item // protect.BATCH, (start[item] + age) % rows)
+            found.setdefault(step, []).append(item * width + at)
+    return [torch.tensor(rows) for rows in found.values()]
+
+
+def moved(
+    block: MixtureOfExperts, similarity: torch.Tensor, steps: list[torch.Tensor], spared: int | None
+):  # type: ignore[no-untyped-def]
+    protected = torch.zeros(len(similarity), dtype=torch.bool)
+    if spared is not None:
+        protected[spared] = True
+
     def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rows = x.flatten(0, 1)
         logits = block.gate(rows)
         weights = expert_weights(logits, block.top_k)
-        for row, ids in enumerate(logits.topk(block.top_k).indices.tolist()):
-            if decoded[row] and reroute.expert in ids[protect.PRIMARY_EXPERTS :]:
-                weights[row, reroute.target] += weights[row, reroute.expert].clone()
-                weights[row, reroute.expert] = 0
+        for own in steps:
+            shares, ids = weights[own].topk(block.top_k)
+            kinds = torch.full((len(own),), reference.DECODE)
+            new = reference.sere(
+                ids, shares, kinds, similarity, protected, protect.PRIMARY_EXPERTS, 0.0
+            )
+            weights[own] = torch.zeros_like(weights[own]).scatter_add(1, new, shares)
         return block.experts(rows, weights).view(x.shape), logits.view(*x.shape[:-1], -1)
 
     return forward
@@ -94,16 +125,20 @@ def moved(block: MixtureOfExperts, reroute: Reroute, decoded: torch.Tensor):  # 
 
 def test_loss_is_that_of_whole_conversations(network: Network) -> None:
     batches = held_in_batches(1)
-    loss = AnswerLoss(network, batches)
-    plain = loss(None)
-    assert plain == pytest.approx(whole(network, batches, None), rel=1e-4)
+    r = Recipe()
+    similarity = torch.rand(
+        r.layers, r.experts, r.experts, generator=torch.Generator().manual_seed(3)
+    )
+    loss = AnswerLoss(network, batches, similarity)
+    everything = loss(None)
+    assert everything == pytest.approx(whole(network, batches, similarity, None), rel=1e-4)
     changes = []
-    for reroute in (Reroute(0, 3, 9), Reroute(1, 20, 0), Reroute(2, 7, 31), Reroute(3, 5, 6)):
-        expected = whole(network, batches, reroute)
-        assert loss(reroute) - plain == pytest.approx(expected - plain, rel=0.01, abs=1e-5)
-        changes.append(abs(expected - plain))
+    for spared in (Spared(0, 3), Spared(1, 20), Spared(2, 7), Spared(3, 5)):
+        expected = whole(network, batches, similarity, spared)
+        assert loss(spared) - everything == pytest.approx(expected - everything, rel=0.01, abs=2e-5)
+        changes.append(abs(expected - everything))
     assert max(changes) > 1e-3, changes
-    assert loss(None) == plain
+    assert loss(None) == everything
 
 
 def test_batches_are_the_same_each_time() -> None:

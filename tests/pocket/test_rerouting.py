@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from harness.pocket.evaluation.rerouting import Moments, Result, Setting, primaries, reroute, row
+from harness.pocket.answers import Moments, reroute
+from harness.pocket.evaluation.rerouting import Result, Setting, primaries, row
 from kernels.sere import reference
 from kernels.sere.reference import DECODE
 

@@ -30,15 +30,24 @@ from torch.nn import functional
 
 from harness.calibration import MEASURES, similarity_file
 from harness.calibration.fingerprint import model_fingerprint
-from harness.calibration.protection import loss_increases, mark_costliest
+from harness.calibration.protection import mark_costliest
 from harness.calibration.quantiles import quantile_thresholds
 from harness.calibration.similarity import load_similarity
 from harness.endings import ended
 from harness.pocket import sheets
-from harness.pocket.answers import Tail, attend, blocks, tail_of, used_experts
+from harness.pocket.answers import (
+    Moments,
+    Tail,
+    attend,
+    blocks,
+    moments,
+    reroute,
+    tail_of,
+    used_experts,
+)
 from harness.pocket.model import ensure
 from harness.pocket.network import Network, expert_weights
-from harness.pocket.protect import AnswerLoss, held_in_batches, load_network
+from harness.pocket.protect import costs_of, held_in_batches, load_network
 from harness.pocket.recipe import Recipe
 from harness.pocket.world.batch import draw
 from harness.pocket.world.draw import HELD_OUT, Draws
@@ -73,21 +82,6 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Moments:
-    """When the rows of a tail are decoded.
-
-    Attributes:
-        of: int64 [rows used], number of the step, -1 for rows that no step decodes.
-        age: int64 [rows used], tokens of the answer before it.
-        count: steps.
-    """
-
-    of: Tensor
-    age: Tensor
-    count: int
-
-
-@dataclass(frozen=True)
 class Result:
     """What one setting gave.
 
@@ -109,71 +103,6 @@ class Result:
     def per_token(self) -> float:
         """Loss of a token [nats]."""
         return float(self.loss.sum() / self.tokens.sum())
-
-
-def moments(tail: Tail, batch: int, seed: int) -> Moments:
-    """Group a tail's requests into batches, each request starting at a moment of its own."""
-    items, rows = tail.used.shape
-    start = torch.randint(rows, (items,), generator=torch.Generator().manual_seed(seed))
-    step = (start[:, None] + torch.arange(rows)) % rows
-    number = torch.arange(items)[:, None] // batch * rows + step
-    number = number.masked_fill(~tail.decoded, -1)
-    age = torch.arange(rows).expand(items, rows)
-    return Moments(number[tail.used], age[tail.used], -(-items // batch) * rows)
-
-
-def reads(experts: Tensor, chosen: Tensor, moment: Tensor, count: int, total: int) -> Tensor:
-    """Which experts each step reads, bool [count, total], by the chosen slots of its rows.
-
-    Args:
-        experts: int64 [rows, slots].
-        chosen: bool [rows, slots].
-        moment: int64 [rows], -1 for none.
-        count: steps.
-        total: E.
-    """
-    found = torch.zeros((count + 1) * total, dtype=torch.bool)
-    index = moment.masked_fill(moment < 0, count)[:, None] * total + experts
-    found[index[chosen]] = True
-    return found.view(count + 1, total)[:count]
-
-
-def reroute(
-    weights: Tensor,
-    when: Moments,
-    primary: Tensor,
-    similarity: Tensor,
-    threshold: float,
-    protected: Tensor,
-    slots: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """SERE of all steps at once; `kernels.sere.reference.sere` does one.
-
-    Args:
-        weights: float32 [rows, E], zero but for a row's `slots` experts.
-        when: the rows' steps; rows of none are left alone.
-        primary: int64 [rows], K.
-        similarity: float [E, E].
-        threshold: rho.
-        protected: bool [E].
-        slots: experts of a row.
-
-    Returns:
-        New weights, and the distinct experts of each step before and after, [steps] each.
-    """
-    total = weights.shape[1]
-    shares, experts = (t[:, :slots] for t in weights.sort(dim=1, descending=True, stable=True))
-    decoded = (when.of >= 0)[:, None]
-    stays = torch.arange(slots) < primary[:, None]
-    open_ = reads(experts, decoded & stays, when.of, when.count, total)
-    best, target = similarity.masked_fill(~open_[:, None, :], -torch.inf).max(-1)
-    moves = (best >= threshold) & ~open_ & ~protected
-    table = torch.where(moves, target, torch.arange(total))
-    moved = table[when.of.clamp(min=0)].gather(1, experts)
-    moved = torch.where(decoded & ~stays, moved, experts)
-    used = decoded.expand(-1, slots)
-    before, after = (reads(e, used, when.of, when.count, total).sum(1) for e in (experts, moved))
-    return torch.zeros_like(weights).scatter_add(1, moved, shares), before, after
 
 
 class Study:
@@ -417,7 +346,7 @@ def main() -> int:
 
     def marks() -> Iterator[Row]:
         with torch.inference_mode():
-            costs = loss_increases(AnswerLoss(network, held_in_batches(seed=0), 1), similarity)
+            costs = costs_of(network, similarity, primary_experts=1)
             load = loads(study)
         yield from protection(study, plain, costs, load)
 
