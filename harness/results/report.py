@@ -21,6 +21,7 @@ import vl_convert
 from markupsafe import Markup
 
 from harness.results import charts, levers
+from harness.results.by_batch import by_batch
 from harness.results.cautions import cautions
 from harness.results.cell_table import cell_table
 from harness.results.columns import columns_of
@@ -78,6 +79,7 @@ def render(run: RunFolder, derived: Derived | None = None) -> str:
         heads=heads,
         table=table,
         panels=panels,
+        batches=by_batch(results),
         cells=_cell_views(run, results),
         varied=[(k, ", ".join(_setting(v) for v in vs)) for k, vs in differ.items()],
         shared=[(k, _setting(v)) for k, v in alike.items()],
