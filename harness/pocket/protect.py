@@ -45,7 +45,7 @@ from harness.pocket.model import FOLDER, WEIGHTS_FILE, one_thread
 from harness.pocket.network import Network, TextBlock, expert_weights
 from harness.pocket.recipe import Recipe
 from harness.pocket.special import token_id
-from harness.pocket.world.batch import TASKS, Minibatch, draw
+from harness.pocket.world.batch import Minibatch, draw
 from harness.pocket.world.draw import TRAIN, Draws
 from harness.pocket.world.text import Codec
 
@@ -55,8 +55,9 @@ PRIMARY_EXPERTS = 2
 """K: a row's heaviest slots, which re-routing leaves alone."""
 BATCH = 8
 """Requests that decode together."""
-BATCHES: Mapping[str, tuple[int, int]] = {"ocr": (24, 16), "cc": (12, 16), "rag": (8, 8)}
-"""Minibatches and items of each, by task."""
+BATCHES: Mapping[str, tuple[int, int]] = {"rag": (8, 8)}
+"""Minibatches and items of each, by task: notes alone, whose answers are long enough for re-routing to tell.
+Marks made for short answers too protect long ones no better than by lot (`runs/reference/rerouting`)."""
 IMAGE_PAD = token_id("<|image_pad|>")
 
 
@@ -71,10 +72,9 @@ def held_in_batches(seed: int) -> dict[str, list[Minibatch]]:
     """Conversations of the training split, as `BATCHES` says."""
     codec = Codec(sheets.load())
     found: dict[str, list[Minibatch]] = {}
-    for task in TASKS:
+    for task, (count, items) in BATCHES.items():
         rng = random.Random(f"pocket protection/{task}/{seed}")
         draws = Draws(torch.Generator().manual_seed(rng.getrandbits(62)))
-        count, items = BATCHES[task]
         found[task] = [draw(codec, draws, rng, task, items, TRAIN) for _ in range(count)]
     return found
 
