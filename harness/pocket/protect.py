@@ -56,7 +56,7 @@ PRIMARY_EXPERTS = 2
 BATCH = 8
 """Requests that decode together."""
 BATCHES: Mapping[str, tuple[int, int]] = {"rag": (8, 8)}
-"""Minibatches and items of each, by task: notes alone, whose answers are long enough for re-routing to tell.
+"""Minibatches and items of each, by task: notes alone, whose answers are long enough for it to matter.
 Marks made for short answers too protect long ones no better than by lot (`runs/reference/rerouting`)."""
 IMAGE_PAD = token_id("<|image_pad|>")
 
