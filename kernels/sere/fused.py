@@ -56,8 +56,9 @@ def reroute(
 ) -> tuple[Tensor, Tensor]:
     """A layer's routes of a step under the current settings; see `reference` and `rivals`.
 
-    On a GPU, `neighbours`, `reach` and `settings` are read while the kernel before still runs: whoever
-    changes them synchronises the device before the next call.
+    On a GPU, `neighbours`, `reach` and `settings` are read while the kernel before still runs. Whatever
+    writes them has to have ended before that one began: a copy ahead of a step has; after a kernel that
+    comes right before, synchronise.
 
     Args:
         ids: [rows, slots] int32 or int64, logical experts; others than 0 … E - 1 are passed through.
