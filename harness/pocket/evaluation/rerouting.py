@@ -287,7 +287,7 @@ def auto(study: Study) -> Iterator[Row]:
     base = study.setting(1, 0.0)
     for k in range(1, 7):
         yield over_sizes(f"K={k}", replace(base, primary_experts=k))
-    for alone in (2, 3, 4, 5, 6, 7, 8):
+    for alone in (2, 3, 4, 5, 6, 7, 8, 10, 12):
         by = tuple(min(slots, by_batch(alone, n)) for n in range(most + 1))
         yield over_sizes(f"auto {alone}", replace(base, primary_experts=by))
     for budget in (4, 8, 12, 16, 24, 32):
