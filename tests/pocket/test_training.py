@@ -90,6 +90,7 @@ def test_a_restored_trainer_goes_on_as_if_nothing_had_happened() -> None:
     assert all(float(a[k]) == pytest.approx(float(b[k]), rel=1e-4) for k in a)
 
 
+@pytest.mark.timeout(1200)  # eight whole steps: minutes, where a processor only emulates bfloat16
 def test_a_few_steps_on_one_batch_learn_it() -> None:
     trainer = train.Trainer(SMALL, torch.device("cpu"), 0, 1)
     batch = trainer._next("ocr")
